@@ -1,0 +1,207 @@
+"""What every pass needs to ask of a graph: its ends, the storage behind a value, where a node came from.
+
+A *value* is what a node computes; its fake tensor is `node.meta["val"]`. Descriptors (`node.meta["desc"]`, from AOTAutograd)
+say what a placeholder or an output means; nothing here looks at the spelling of a name.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+_CALL_INDEX = re.compile(r"@\d+")
+
+
+def placeholders(graph: fx.Graph) -> list[fx.Node]:
+    """The graph's inputs, in order."""
+    return graph.find_nodes(op="placeholder")
+
+
+def output_node(graph: fx.Graph) -> fx.Node:
+    """The graph's one output node."""
+    return next(iter(reversed(graph.nodes)))
+
+
+def outputs(graph: fx.Graph) -> list[Any]:
+    """What the graph returns, flat: nodes, None or Python constants."""
+    returned = output_node(graph).args[0]
+    return list(returned) if isinstance(returned, (tuple, list)) else [returned]
+
+
+def output_descriptors(graph: fx.Graph) -> list[Any]:
+    """The descriptor of every output, in the order of `outputs`."""
+    return list(output_node(graph).meta["desc"])
+
+
+def operations(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that compute something: everything but inputs, attributes and the output."""
+    return [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """`nodes` and everything they are computed from."""
+    seen: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the node draws random numbers."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """The arguments this node writes into, by the operator's schema."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return []
+    written: list[fx.Node] = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        written.extend(v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node))
+    return written
+
+
+def aliased_arguments(node: fx.Node) -> list[fx.Node]:
+    """The arguments whose storage the node's result may share, by the operator's schema."""
+    if node.target is operator.getitem:
+        return node.all_input_nodes
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    shared: set[str] = set()
+    for returned in node.target._schema.returns:
+        if returned.alias_info is not None:
+            shared |= returned.alias_info.before_set | returned.alias_info.after_set
+    aliased: list[fx.Node] = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is None or not (argument.alias_info.before_set & shared):
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        aliased.extend(v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node))
+    return aliased
+
+
+def tensors(value: object) -> Iterator[torch.Tensor]:
+    """Every tensor in a (possibly nested) value."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors(item)
+
+
+def value_bytes(value: object) -> int:
+    """Bytes of the tensors in a value, each counted at its own size."""
+    return sum(_numel(tensor) * tensor.element_size() for tensor in tensors(value))
+
+
+def _numel(tensor: torch.Tensor) -> int:
+    numel = tensor.numel()
+    return numel if type(numel) is int else int(_hint(numel))
+
+
+def _hint(size: Any) -> int:
+    """The size a symbolic dimension had when it was traced."""
+    hint = getattr(getattr(size, "node", None), "hint", None)
+    return int(hint) if hint is not None else 1
+
+
+def storage_bytes(nodes: Iterable[fx.Node], *, besides: Iterable[fx.Node] = ()) -> int:
+    """Bytes of the distinct storages behind the values of `nodes`, each counted once however many views of it there are.
+
+    A storage counts whole: a view of ten elements keeps all of it alive. Storages behind `besides` (say, parameters, held
+    anyway) do not count.
+    """
+    excluded = {storage_key(node.meta["val"]) for node in besides if isinstance(node.meta.get("val"), torch.Tensor)}
+    held: dict[object, int] = {}
+    for node in nodes:
+        for tensor in tensors(node.meta.get("val")):
+            key = storage_key(tensor)
+            if key not in excluded:
+                held[key] = max(held.get(key, 0), _storage_size(tensor))
+    return sum(held.values())
+
+
+def _storage_size(tensor: torch.Tensor) -> int:
+    size = tensor.untyped_storage().nbytes()
+    return size if type(size) is int else int(_hint(size))
+
+
+def storage_key(tensor: torch.Tensor) -> object:
+    """A key that two tensors share exactly when they share storage."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def module_fqn(node: fx.Node) -> str:
+    """The module (FQN) whose forward this node belongs to; '' for the root or when unknown."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    return _CALL_INDEX.sub("", str(list(stack.values())[-1][0]))
+
+
+def module_path(node: fx.Node) -> list[str]:
+    """The FQNs of all modules around the node, outermost first."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return [_CALL_INDEX.sub("", str(entry[0])) for entry in stack.values()]
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def source_line(node: fx.Node) -> str:
+    """`file:line` of the innermost Python frame that created the node (for a backward node, its forward's); '' if unknown."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
+
+
+def describe(node: fx.Node) -> str:
+    """One line for an error message: node, operator, module FQN and source line."""
+    fqn, line = module_fqn(node), source_line(node)
+    return f"{node.name} ({node.target})" + (f" in module '{fqn}'" if fqn else "") + (f" at {line}" if line else "")
+
+
+def build_graph(
+    root: fx.GraphModule,
+    inputs: Sequence[fx.Node],
+    nodes: Iterable[fx.Node],
+    results: Sequence[fx.Node | None],
+    *,
+    results_meta: dict[str, Any] | None = None,
+    on_placeholder: Callable[[fx.Node, fx.Node], None] | None = None,
+) -> fx.GraphModule:
+    """A new graph that takes `inputs`, runs `nodes` (in the order of the original graph) and returns `results`.
+
+    Every value keeps its name and its meta; a value that was computed outside becomes a placeholder of the same name.
+    `on_placeholder(new, old)` may fill in more meta. `root` keeps the attributes that get_attr nodes refer to.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copy = graph.placeholder(node.name)
+        copy.name = node.name
+        copy.meta = dict(node.meta)
+        copies[node] = copy
+        if on_placeholder is not None:
+            on_placeholder(copy, node)
+    wanted = set(nodes)
+    for node in root.graph.nodes:
+        if node in wanted and node not in copies:
+            copies[node] = graph.node_copy(node, lambda argument: copies[argument])
+            copies[node].name = node.name
+    out = graph.output(tuple(None if node is None else copies[node] for node in results))
+    out.meta = dict(results_meta or {})
+    graph.lint()
+    return fx.GraphModule(root, graph)

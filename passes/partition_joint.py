@@ -1,0 +1,115 @@
+"""Partition a stage's joint graph into F and B, by torch's min-cut partitioner.
+
+In:  the joint forward-backward graph from AOTAutograd, a descriptor on every input and output.
+Out: `ForwardBackward`: F returns what the joint's forward returns, then the values it saves that it computed itself; B takes the
+     saved values (some of them F's own inputs, which F need not return) and the tangents, and returns the gradients.
+Never: draws random numbers in B (a recomputed draw would be another draw), or saves a buffer that F's caller will overwrite.
+
+Every value has one name throughout: a placeholder of B is called what the node of F that computes it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .aot import InputMutationAOTOutput, TangentAOTInput, forward_output_count, min_cut_partition
+from .errors import SplitError
+from .graph import build_graph, describe, is_random, operations, output_descriptors, output_node, outputs, placeholders
+
+RECOMPUTED = "recomputed"
+"""Key in `node.meta` of B, I and W: this node was computed by F too, and is computed again rather than saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBackward:
+    """F and B of one stage. `saved`: the names of the values B takes from F, whether F computes or receives them.
+
+    B's outputs are the gradients that exist; a parameter that gets none is not among them.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    saved: tuple[str, ...]
+
+
+def partition_joint(joint: fx.GraphModule) -> ForwardBackward:
+    """Partition `joint` (which is not changed) into F and B.
+
+    Raises SplitError if B would draw random numbers, naming the node.
+    """
+    results = outputs(joint.graph)
+    descriptors = output_descriptors(joint.graph)
+    returned = forward_output_count(joint.graph)
+    if all(gradient is None for gradient in results[returned:]):
+        return _without_backward(joint, results[:returned], descriptors[:returned])
+    forward, backward = min_cut_partition(joint)
+    for node in operations(backward.graph):
+        if is_random(node):
+            raise SplitError(
+                f"The backward would draw random numbers again: {describe(node)}. The forward's draw must be saved, not "
+                "recomputed: set torch._functorch.config.activation_memory_budget back to 1, or move the random operation "
+                "out of the checkpointed region."
+            )
+    _drop_missing_gradients(backward)
+    return _own_what_it_saves(forward, backward, returned, descriptors[:returned])
+
+
+def _without_backward(
+    joint: fx.GraphModule, results: Sequence[fx.Node | None], descriptors: Sequence[Any]
+) -> ForwardBackward:
+    """F alone: no gradient is asked of this stage."""
+    inputs = [n for n in placeholders(joint.graph) if not isinstance(n.meta.get("desc"), TangentAOTInput)]
+    nodes = [n for n in joint.graph.nodes if n.op not in ("placeholder", "output")]
+    forward = build_graph(joint, inputs, nodes, results, results_meta={"desc": list(descriptors)})
+    forward.graph.eliminate_dead_code()
+    forward.recompile()
+    return ForwardBackward(forward, build_graph(joint, [], [], [], results_meta={"desc": []}), ())
+
+
+def _drop_missing_gradients(backward: fx.GraphModule) -> None:
+    out = output_node(backward.graph)
+    pairs = [(v, d) for v, d in zip(outputs(backward.graph), out.meta["desc"], strict=True) if v is not None]
+    out.args = (tuple(value for value, _ in pairs),)
+    out.meta = {"desc": [descriptor for _, descriptor in pairs]}
+    backward.recompile()
+
+
+def _own_what_it_saves(
+    forward: fx.GraphModule, backward: fx.GraphModule, returned: int, descriptors: Sequence[Any]
+) -> ForwardBackward:
+    """Drop from F's outputs the saved values that are F's own inputs; copy those that are about to be overwritten."""
+    results = outputs(forward.graph)
+    overwritten = {d.mutated_input for d in descriptors if isinstance(d, InputMutationAOTOutput)}
+    taken = {node.name: node for node in placeholders(backward.graph)}
+    saved = list(dict.fromkeys(node for node in results[returned:] if isinstance(node, fx.Node) and node.name in taken))
+    computed: list[fx.Node] = []
+    names: list[str] = []
+    out = output_node(forward.graph)
+    for node in saved:
+        if node.op == "placeholder" and node.meta.get("desc") in overwritten:
+            with forward.graph.inserting_before(out):
+                copy = forward.graph.call_function(torch.ops.aten.clone.default, (node,))
+            copy.meta = {"val": node.meta["val"].clone()}
+            reader = taken[node.name]
+            reader.name, reader.target = copy.name, copy.name
+            node = copy
+        if node.op != "placeholder":
+            computed.append(node)
+        names.append(node.name)
+    meta = {"desc": [*descriptors, *([None] * len(computed))]}
+    out.args = ((*results[:returned], *computed),)
+    out.meta = meta
+    forward.graph.lint()
+    forward.recompile()
+
+    computed_by_forward = {node.name for node in operations(forward.graph)}
+    for node in operations(backward.graph):
+        if node.name in computed_by_forward:
+            node.meta[RECOMPUTED] = True
+    backward.recompile()
+    return ForwardBackward(forward, backward, tuple(names))

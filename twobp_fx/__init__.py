@@ -1,0 +1,19 @@
+"""Pipeline-parallel training in PyTorch with a split backward, done by a compiler."""
+
+from .api import Pipe, compile
+from .errors import CaptureError, CompileError, CutError, InputError, PlanError, SplitError, StageError, TwobpError
+from .schedules import Plan
+
+__all__ = [
+    "CaptureError",
+    "CompileError",
+    "CutError",
+    "InputError",
+    "Pipe",
+    "Plan",
+    "PlanError",
+    "SplitError",
+    "StageError",
+    "TwobpError",
+    "compile",
+]

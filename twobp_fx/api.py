@@ -1,0 +1,353 @@
+"""`compile` and the `Pipe` it returns: the road from a model to gradients, a few calls long."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from .capture import Inputs, capture_forward
+from .emit import Compiler, Emitter
+from .errors import InputError, PlanError
+from .lower import lower
+from .microbatches import join_gradients, split_batch
+from .program import StageProgram
+from .runtime.call import call_stages
+from .runtime.local import run_plan, worker_threads
+from .runtime.stage import StageRunner
+from .schedules import SCHEDULES, ActionKind, Plan, build, load, validate
+
+_CALLABLES = {
+    ActionKind.F: "forward",
+    ActionKind.I: "backward_input",
+    ActionKind.W: "backward_weight",
+    ActionKind.B: "backward",
+}
+_PROGRESS_DELAY = 2.0
+
+
+def compile(
+    model: nn.Module | Sequence[nn.Module],
+    stages: int | Sequence[str] | None = None,
+    *,
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    example_args: tuple[Any, ...] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    microbatches: int | None = None,
+    schedule: str | Plan | os.PathLike[str] = "1f1b-1",
+    split_backward: bool = True,
+    compiler: Compiler = "inductor",
+    devices: Sequence[torch.device | str] | None = None,
+) -> Pipe:
+    """Make a pipeline of `stages` stages out of a model, its backward split into I and W.
+
+    model: any module; or a sequence of modules, one a stage, each called with what the one before returned.
+    stages: how many (balanced by cost), or the FQNs of the modules at which a new stage begins. Not given for a sequence.
+    loss_fn: (output, target) -> 0-dimensional loss; None if the model returns its loss, or an object with `.loss`.
+    example_args, example_kwargs: one micro-batch's arguments, to capture now; with a loss_fn, example_kwargs holds `target` too,
+        as `step` takes it. Without them the model is captured at the first call.
+    microbatches: how many a step splits its batch into; None for the schedule's own (as many as stages, for most).
+    schedule: a name of `twobp_fx.schedules.SCHEDULES`, a Plan, or a path to a compute-only CSV.
+    split_backward: False runs the same schedule with the unsplit backward B (a Plan or CSV is run as it stands).
+    compiler: "inductor", "eager", or a callable (graph module, example inputs) -> callable.
+    devices: one device a rank; None for the device the model is on.
+
+    The parameters stay the model's own objects. Raises InputError, PlanError, CaptureError, CutError, SplitError.
+    """
+    if isinstance(model, nn.Module):
+        if stages is None:
+            raise InputError("stages= is missing: say how many, or the module FQNs at which a new stage begins.")
+        whole = model
+    else:
+        if stages is not None:
+            raise InputError("A sequence of modules has one stage a module: leave stages= out.")
+        whole, stages = _chain(model)
+    if isinstance(stages, bool) or (isinstance(stages, int) and stages < 1) or isinstance(stages, str):
+        raise InputError(f"stages={stages!r}: give a positive number, or a list of module FQNs at which a new stage begins.")
+    if example_args is None and example_kwargs is None:
+        example = None
+    else:
+        example = (tuple(example_args or ()), dict(example_kwargs or {}))
+    count = stages if isinstance(stages, int) else len(stages) + 1
+    plan = _plan(schedule, count, microbatches, split_backward)
+    pipe = Pipe(
+        whole,
+        stages if isinstance(stages, int) else tuple(stages),
+        plan,
+        loss_fn=loss_fn,
+        emitter=Emitter(compiler),
+        devices=_devices(devices, len(plan.ranks)),
+    )
+    if example is not None:
+        pipe._capture_example(*example)
+    return pipe
+
+
+class _Chain(nn.Sequential):
+    """Modules called one after the other; a tuple that one returns becomes the next one's arguments."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for i, module in enumerate(self):
+            args = (module(*args, **(kwargs if i == 0 else {})),)
+            if isinstance(args[0], tuple):
+                args = args[0]
+        return args[0] if len(args) == 1 else args
+
+
+def _chain(modules: Iterable[nn.Module]) -> tuple[nn.Module, tuple[str, ...]]:
+    given = list(modules)
+    if not given or not all(isinstance(module, nn.Module) for module in given):
+        raise InputError("model must be a torch.nn.Module, or a sequence of at least one of them.")
+    return _Chain(*given), tuple(str(i) for i in range(1, len(given)))
+
+
+def _plan(
+    schedule: str | Plan | os.PathLike[str], stages: int, microbatches: int | None, split_backward: bool
+) -> Plan:
+    if isinstance(schedule, Plan):
+        plan = schedule
+    elif isinstance(schedule, str) and (schedule in SCHEDULES or not schedule.endswith(".csv")):
+        plan = build(schedule, ranks=stages, microbatches=microbatches, split_backward=split_backward)
+    else:
+        plan = load(schedule)
+    validate(plan)
+    if plan.stages != stages:
+        raise PlanError(f"Plan '{plan.name}' has {plan.stages} stages, and the model is to be cut into {stages}.")
+    if microbatches is not None and plan.microbatches != microbatches:
+        raise PlanError(f"Plan '{plan.name}' has {plan.microbatches} micro-batches, and microbatches={microbatches} was given.")
+    return plan
+
+
+def _devices(devices: Sequence[torch.device | str] | None, ranks: int) -> tuple[torch.device, ...] | None:
+    if devices is None:
+        return None
+    given = tuple(torch.device(device) for device in devices)
+    if len(given) != ranks:
+        raise InputError(f"devices= names {len(given)} devices, and the plan has {ranks} ranks: give one a rank.")
+    return given
+
+
+@dataclass(frozen=True, slots=True)
+class _Lowered:
+    """One captured signature: its stage programs, and how to put its outputs back together."""
+
+    programs: tuple[StageProgram, ...]
+    outputs: Inputs
+    output_names: tuple[str, ...]
+    constants: Mapping[str, torch.Tensor]
+
+
+class Pipe(nn.Module):
+    """A model as a pipeline. `step` trains on one batch; calling it is calling the model.
+
+    It shares the model's own registries: parameters, buffers, state_dict, train(), eval(), zero_grad() are the model's, under the
+    model's own FQNs. `stages` holds the stage programs; `plan` is what a step runs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: int | tuple[str, ...],
+        plan: Plan,
+        *,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None,
+        emitter: Emitter,
+        devices: tuple[torch.device, ...] | None,
+    ) -> None:
+        super().__init__()
+        self._parameters = model._parameters
+        self._buffers = model._buffers
+        self._modules = model._modules
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        self.__dict__["model"] = model  # not a submodule: its parts are registered here already
+        self.plan = plan
+        self._cut = stages
+        self._loss_fn = loss_fn
+        self._emitter = emitter
+        self._devices = devices
+        self._lowered: dict[Any, _Lowered] = {}
+        self._latest: _Lowered | None = None
+
+    def train(self, mode: bool = True) -> Pipe:
+        """The model's own train(mode)."""
+        self.model.train(mode)
+        self.training = mode
+        return self
+
+    @property
+    def stages(self) -> tuple[StageProgram, ...]:
+        """The stage programs of the last step's signature. Raises InputError before anything was captured."""
+        if self._latest is None:
+            raise InputError(
+                "Nothing has been captured yet. Pass example_args= to twobp_fx.compile, or run pipe.step(...) once."
+            )
+        return self._latest.programs
+
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward of one batch: splits it into micro-batches, runs the plan, adds the mean gradients to `.grad`.
+
+        args, kwargs: the model's; target: what loss_fn compares with. Tensors are split along dimension 0.
+        Returns the mean loss over micro-batches, 0-dimensional, detached.
+        Parameter hooks and post-accumulate-grad hooks fire once, at the end. Arguments that require a gradient get theirs.
+        Raises InputError before anything runs if the batch does not split evenly; StageError if a stage raises, and then no
+        gradient has changed.
+        """
+        self._check_ready()
+        if target is not None and self._loss_fn is None:
+            raise InputError("target= was given, but no loss_fn: pass loss_fn= to twobp_fx.compile, or give the model its labels.")
+        if not torch.is_grad_enabled():
+            raise InputError("pipe.step computes gradients and was called under no_grad. For the outputs alone call pipe(...).")
+        inputs = Inputs.flatten(args, kwargs, target)
+        microbatches = split_batch(inputs, self.plan.microbatches)
+        first = Inputs(microbatches[0], inputs.template, inputs.spec, inputs.paths)
+        lowered = self._latest = self._lower(first, want_loss=True)
+        loss = lowered.output_names[0]
+        if loss not in lowered.programs[-1].differentiable:
+            raise InputError("The loss depends on nothing that requires a gradient: no parameter of the model does.")
+        self._compile(lowered)
+        runners = self._runners(lowered, [[t.detach() for t in microbatch] for microbatch in microbatches])
+        losses = run_plan(
+            self.plan, runners, loss=loss, loss_gradient=1 / self.plan.microbatches, devices=self._devices
+        )
+        self._commit(runners, inputs)
+        return torch.stack(losses).mean()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own output for the whole batch, run stage by stage; differentiable once, like any module call."""
+        self._check_ready()
+        inputs = Inputs.flatten(args, kwargs, None)
+        lowered = self._lower(inputs, want_loss=False)
+        parameters = dict(self.model.named_parameters())
+        outputs = call_stages(
+            lowered.programs,
+            lowered.output_names,
+            parameters=parameters,
+            inputs=inputs.tensors,
+            runners=lambda: self._runners(lowered, [[t.detach() for t in inputs.tensors]]),
+        )
+        return lowered.outputs.unflatten(outputs)[0]
+
+    def _check_ready(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            if parameter.is_meta:
+                raise InputError(
+                    f"Parameter '{name}' is on the meta device: the model can be captured and printed, not run. Materialize it first "
+                    "(model.to_empty(device=...), then initialize or load its weights)."
+                )
+
+    def _capture_example(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        target = None
+        if self._loss_fn is not None:
+            if "target" not in kwargs:
+                raise InputError("With a loss_fn, example_kwargs needs 'target', as pipe.step takes it.")
+            target = kwargs.pop("target")
+        self._latest = self._lower(Inputs.flatten(args, kwargs, target), want_loss=True)
+
+    def _lower(self, inputs: Inputs, *, want_loss: bool) -> _Lowered:
+        key = (want_loss, _signature(inputs), _model_signature(self.model))
+        if key not in self._lowered:
+            captured = capture_forward(self.model, inputs, loss_fn=self._loss_fn if want_loss else None, want_loss=want_loss)
+            programs = lower(
+                captured,
+                self._cut,
+                trainable={name: p.requires_grad for name, p in self._live_parameters().items()},
+                differentiable_inputs=frozenset(str(i) for i, t in enumerate(inputs.tensors) if t.requires_grad),
+                emitter=self._emitter,
+            )
+            self._lowered[key] = _Lowered(programs, captured.outputs, captured.output_names, captured.constants)
+        return self._lowered[key]
+
+    def _live_parameters(self) -> dict[str, nn.Parameter]:
+        parameters = dict(self.model.named_parameters())
+        if isinstance(self._loss_fn, nn.Module):
+            parameters |= {f"loss_fn.{name}": p for name, p in self._loss_fn.named_parameters()}
+        return parameters
+
+    def _live_buffers(self) -> dict[str, torch.Tensor]:
+        buffers = dict(self.model.named_buffers())
+        if isinstance(self._loss_fn, nn.Module):
+            buffers |= {f"loss_fn.{name}": b for name, b in self._loss_fn.named_buffers()}
+        return buffers
+
+    def _compile(self, lowered: _Lowered) -> None:
+        """Compile what the plan asks for and is not compiled yet, for as many threads as a worker will have."""
+        wanted = [
+            (program, _CALLABLES[kind])
+            for program in lowered.programs
+            for kind in sorted(self.plan.kinds(program.index))
+            if not program.is_compiled(_CALLABLES[kind])
+        ]
+        if not wanted:
+            return
+        threads = torch.get_num_threads()
+        torch.set_num_threads(worker_threads(len(self.plan.ranks)))
+        try:
+            with tqdm(wanted, desc="compiling", unit="graph", delay=_PROGRESS_DELAY, leave=False) as progress:
+                for program, name in progress:
+                    progress.set_postfix_str(f"stage {program.index} {name}", refresh=False)
+                    program.compiled(name)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _runners(self, lowered: _Lowered, inputs: list[list[torch.Tensor]]) -> list[StageRunner]:
+        parameters = {name: p.detach() for name, p in self._live_parameters().items()}
+        buffers = self._live_buffers()
+        seed = _draw_seed() if any(program.draws for program in lowered.programs) else 0
+        return [
+            StageRunner(
+                program,
+                parameters=parameters,
+                buffers=buffers,
+                constants=lowered.constants,
+                inputs=inputs,
+                seed=seed,
+            )
+            for program in lowered.programs
+        ]
+
+    def _commit(self, runners: Sequence[StageRunner], inputs: Inputs) -> None:
+        """Hand the summed gradients to autograd's own accumulation, one parameter at a time, so that every hook fires once."""
+        parameters = self._live_parameters()
+        for runner in runners:
+            while runner.gradients:
+                name, gradient = runner.gradients.popitem()
+                for other in runners:  # a parameter that several stages use gets the sum
+                    if name in other.gradients:
+                        gradient = gradient + other.gradients.pop(name)
+                torch.autograd.backward([parameters[name]], [gradient])
+        for position, tensor in enumerate(inputs.tensors):
+            parts = [
+                [gradients[str(position)] for _, gradients in sorted(runner.input_gradients.items()) if str(position) in gradients]
+                for runner in runners
+            ]
+            wholes = [join_gradients(part, tensor) for part in parts if part]
+            if wholes:
+                torch.autograd.backward([tensor], [torch.stack(wholes).sum(0)])
+
+
+def _draw_seed() -> int:
+    """A fresh seed from torch's default generator: the same after the same torch.manual_seed, another at every step."""
+    return int(torch.randint(2**63 - 1, ()))
+
+
+def _signature(inputs: Inputs) -> Any:
+    """What a capture depends on in the arguments, as a dictionary key."""
+    tensors = tuple((tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in inputs.tensors)
+    rest = tuple((type(leaf), leaf if isinstance(leaf, (bool, int, float, str)) else id(leaf)) for leaf in inputs.template)
+    return tensors, rest, inputs.spec
+
+
+def _model_signature(model: nn.Module) -> Any:
+    """What a capture depends on besides the arguments: each module's mode, the parameters' and buffers' layout, autocast."""
+    device_types = {"cpu"} | {parameter.device.type for parameter in model.parameters() if not parameter.is_meta}
+    return (
+        tuple(module.training for module in model.modules()),
+        tuple((name, tuple(p.shape), p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)),
+        tuple((name, tuple(b.shape), b.dtype, b.device) for name, b in model.named_buffers(remove_duplicate=False)),
+        tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in sorted(device_types)),
+    )

@@ -1,0 +1,118 @@
+"""Emission: a graph in, a compiled callable out. The same graph over the same shapes is compiled once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from .errors import CompileError, InputError
+from .passes.graph import operations, outputs, placeholders
+from .program import Compiled
+
+Compiler = str | Callable[[fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
+COMPILERS = ("inductor", "eager")
+
+
+class Emitter:
+    """Compiles graphs with one compiler and remembers them by structure.
+
+    compiler: "inductor", "eager", or a callable (graph module, fake example inputs) -> callable that takes the graph's inputs
+    as positional arguments and returns its outputs. Raises InputError for anything else.
+    """
+
+    def __init__(self, compiler: Compiler) -> None:
+        if not callable(compiler) and compiler not in COMPILERS:
+            raise InputError(
+                f"compiler={compiler!r} is unknown. Use one of {', '.join(map(repr, COMPILERS))}, or a callable "
+                "(graph_module, example_inputs) -> callable."
+            )
+        self.compiler = compiler
+        self._emitted: dict[str, Compiled] = {}
+
+    @property
+    def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
+        """The decompositions to trace with: Inductor's for Inductor; none otherwise, so that each graph shows torch's operators."""
+        return _inductor_decompositions() if self.compiler == "inductor" else {}
+
+    def emit(self, module: fx.GraphModule, label: str) -> Compiled:
+        """Compile `module`; `label` names it in errors. Raises CompileError with the compiler's own reason."""
+        key = structure(module)
+        if key not in self._emitted:
+            self._emitted[key] = self._compile(module, label)
+        return self._emitted[key]
+
+    def has(self, module: fx.GraphModule) -> bool:
+        """Whether this structure has been compiled already."""
+        return structure(module) in self._emitted
+
+    def _compile(self, module: fx.GraphModule, label: str) -> Compiled:
+        if self.compiler == "eager" or not operations(module.graph):
+            return lambda args: tuple(module(*args))  # nothing to compile where values are only passed through
+        examples = [node.meta["val"] for node in placeholders(module.graph)]
+        try:
+            if callable(self.compiler):
+                function = self.compiler(module, examples)
+            else:
+                function = _inductor(module, examples)
+        except Exception as error:
+            raise CompileError(
+                f"{self.compiler} could not compile {label}: {type(error).__name__}: {error}\n"
+                "Try compiler='eager' to tell a fault of the compiler from one of the split."
+            ) from error
+        return lambda args: tuple(function(*args))
+
+
+def _inductor(module: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., Any]:
+    """Compile a plain graph with Inductor.
+
+    No autograd and no tracing context of a joint graph: so Inductor knows of no buffer it may overwrite ("donated buffers"), and
+    I cannot write into what W still reads.
+    """
+    from torch._inductor import standalone_compile
+
+    with torch.no_grad():
+        function: Callable[..., Any] = standalone_compile(module, examples, dynamic_shapes="from_graph")
+    return function
+
+
+def _inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:
+    from torch._inductor.decomposition import select_decomp_table
+
+    table: Mapping[Any, Callable[..., Any]] = select_decomp_table()
+    return table
+
+
+def structure(module: fx.GraphModule) -> str:
+    """A digest of what a graph computes: operators, wiring, constants, and the shape, strides, dtype and device of its inputs."""
+    index: dict[fx.Node, int] = {}
+    digest = hashlib.sha256()
+    for i, node in enumerate(module.graph.nodes):
+        index[node] = i
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda argument: f"%{index[argument]}")
+        digest.update(repr((node.op, _identity(module, node), args, kwargs)).encode())
+        if node.op == "placeholder":
+            digest.update(repr(_layout(node.meta.get("val"))).encode())
+    digest.update(repr(len(outputs(module.graph))).encode())
+    return digest.hexdigest()
+
+
+def _identity(module: fx.GraphModule, node: fx.Node) -> object:
+    if node.op != "get_attr":
+        return None if node.op in ("placeholder", "output") else str(node.target)
+    value: Any = module
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    if isinstance(value, fx.GraphModule):
+        return structure(value)
+    return id(value)  # a tensor constant: the same only if it is the same object
+
+
+def _layout(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), tuple(value.stride()), value.dtype, value.device
+    return type(value), str(value)
+

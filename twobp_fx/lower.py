@@ -1,0 +1,218 @@
+"""Lower a captured model to stage programs: cut, then for each stage capture its joint graph, partition, un-fuse, split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .capture import Captured, CapturedStage, capture_stage
+from .emit import Emitter
+from .errors import InputError
+from .passes.aot import (
+    BufferAOTInput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+    gradients,
+)
+from .passes.cut_stages import Source, SourceKind, StageGraph, cut_stages
+from .passes.graph import (
+    ancestors,
+    is_random,
+    module_fqn,
+    operations,
+    output_descriptors,
+    outputs,
+    placeholders,
+    storage_bytes,
+)
+from .passes.partition_joint import partition_joint
+from .passes.split_backward import split_backward
+from .passes.unfuse_backward import unfuse_backward
+from .program import Role, Signature, StageGraphs, StageMemory, StageProgram, Value
+
+
+def lower(
+    captured: Captured,
+    stages: int | Sequence[str],
+    *,
+    trainable: Mapping[str, bool],
+    differentiable_inputs: frozenset[str],
+    emitter: Emitter,
+) -> tuple[StageProgram, ...]:
+    """The stage programs of a captured model; nothing is compiled yet.
+
+    stages: how many, or the module FQNs at which a new stage begins. trainable: parameter FQN -> requires_grad.
+    differentiable_inputs: the positions (as text) of the flat inputs that want a gradient.
+    Raises CutError, CaptureError, SplitError, InputError.
+    """
+    cut = cut_stages(captured.module, stages)
+    _refuse_buffers_written_by_one_stage_and_read_by_another(cut)
+    programs: list[StageProgram] = []
+    received: dict[str, torch.Tensor] = {}
+    for stage in cut:
+        traced = capture_stage(
+            stage,
+            received,
+            trainable=trainable,
+            differentiable_inputs=differentiable_inputs,
+            decompositions=emitter.decompositions,
+        )
+        received = {name: _boundary(traced.sent.get(name, received.get(name))) for name in stage.sends}
+        differentiable = frozenset(name for name, value in received.items() if value.requires_grad)
+        programs.append(lower_stage(stage, traced, differentiable, emitter))
+    return tuple(programs)
+
+
+def _boundary(value: torch.Tensor | None) -> torch.Tensor:
+    """The fake tensor as the next stage meets it: a leaf."""
+    if value is None:
+        raise AssertionError("a stage sends what it neither computes nor receives")
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def _refuse_buffers_written_by_one_stage_and_read_by_another(cut: Iterable[StageGraph]) -> None:
+    from .passes.graph import describe, written_arguments
+
+    readers: dict[str, set[int]] = {}
+    writers: dict[str, tuple[int, fx.Node]] = {}
+    for stage in cut:
+        for node in placeholders(stage.module.graph):
+            if node.meta["source"].kind is SourceKind.BUFFER:
+                readers.setdefault(node.meta["source"].key, set()).add(stage.index)
+        for node in operations(stage.module.graph):
+            for argument in written_arguments(node):
+                source = argument.meta.get("source")
+                if isinstance(source, Source) and source.kind is SourceKind.INPUT:
+                    raise InputError(
+                        f"{describe(node)} writes in place into an argument of the model. Micro-batches are views of the "
+                        "batch, so this would change the caller's tensors. Clone the argument first."
+                    )
+                if isinstance(source, Source) and source.kind is SourceKind.BUFFER:
+                    writers[source.key] = (stage.index, node)
+    for key, (writer, node) in writers.items():
+        if readers[key] != {writer}:
+            raise InputError(
+                f"Buffer '{key}' is written by stage {writer} ({describe(node)}) and read by stages {sorted(readers[key])}. "
+                "With several micro-batches under way its value there would depend on timing. Cut so that one stage holds it."
+            )
+
+
+def lower_stage(
+    stage: StageGraph, traced: CapturedStage, differentiable: frozenset[str], emitter: Emitter
+) -> StageProgram:
+    """One stage's program from its joint graph. Passes in order: partition_joint, unfuse_backward, split_backward."""
+    parts = partition_joint(traced.joint)
+    unfuse_backward(parts.backward)
+    split = split_backward(parts.backward)
+    graphs = StageGraphs(parts.forward, split.backward_input, split.backward_weight, parts.backward)
+    naming = _Naming(stage, traced)
+    stash = set(split.stash)
+    signatures = {
+        name: Signature(
+            tuple(naming.taken(node, stash if name == "backward_weight" else ()) for node in placeholders(graph.graph)),
+            tuple(naming.returned(graph.graph, Role.SAVED if name == "forward" else Role.STASH)),
+        )
+        for name, graph in graphs.items()
+    }
+    return StageProgram(
+        index=stage.index,
+        graphs=graphs,
+        signatures=signatures,
+        receives=stage.receives,
+        sends=stage.sends,
+        differentiable=differentiable,
+        gradient_needs=_gradient_needs(parts.backward),
+        memory=_memory(graphs, parts.saved, split.stash),
+        draws=any(is_random(node) for node in operations(parts.forward.graph)),
+        modules=_module_range(stage),
+        emit=emitter.emit,
+    )
+
+
+class _Naming:
+    """Turns the nodes of a stage's graphs into the values of its calling convention, by descriptor."""
+
+    def __init__(self, stage: StageGraph, traced: CapturedStage) -> None:
+        self._computes = stage.computes
+        self._sources = traced.sources
+        self._inputs = traced.inputs
+
+    def _source(self, descriptor: Any) -> Source:
+        if isinstance(descriptor, (ParamAOTInput, BufferAOTInput)):
+            return self._sources[descriptor.target]
+        if isinstance(descriptor, PlainAOTInput):
+            return self._inputs[descriptor.idx]
+        raise AssertionError(f"no source for {descriptor}")
+
+    def taken(self, node: fx.Node, stash: Iterable[str]) -> Value:
+        descriptor = node.meta.get("desc")
+        if node.name in stash:
+            return _value(node, Role.STASH, node.name)
+        if isinstance(descriptor, TangentAOTInput):
+            output = descriptor.output
+            if not isinstance(output, PlainAOTOutput):
+                raise AssertionError(f"a tangent of {output}")
+            return _value(node, Role.TANGENT, self._computes[output.idx])
+        if isinstance(descriptor, (ParamAOTInput, BufferAOTInput, PlainAOTInput)):
+            source = self._source(descriptor)
+            return _value(node, Role(source.kind.value), source.key)
+        return _value(node, Role.SAVED, node.name)
+
+    def returned(self, graph: fx.Graph, for_later: Role) -> Iterable[Value]:
+        for node, descriptor in zip(outputs(graph), output_descriptors(graph), strict=True):
+            if isinstance(descriptor, InputMutationAOTOutput):
+                yield _value(node, Role.BUFFER_UPDATE, self._source(descriptor.mutated_input).key)
+            elif isinstance(descriptor, PlainAOTOutput):
+                yield _value(node, Role.SENT, self._computes[descriptor.idx])
+            elif descriptor is None:
+                yield _value(node, for_later, node.name)
+            else:
+                source = self._source(descriptor.grad_of)
+                yield _value(node, Role(f"{source.kind.value} gradient"), source.key)
+
+
+def _value(node: fx.Node, role: Role, key: str) -> Value:
+    tensor = node.meta["val"]
+    return Value(node.name, role, key, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+
+
+def _gradient_needs(backward: fx.GraphModule) -> dict[str, frozenset[str]]:
+    """For each gradient of B, by name, the tangents it is computed from."""
+    return {
+        value.name: frozenset(
+            node.name for node in ancestors([value]) if isinstance(node.meta.get("desc"), TangentAOTInput)
+        )
+        for value, _ in gradients(backward.graph)
+    }
+
+
+def _memory(graphs: StageGraphs, saved: Sequence[str], stash: Sequence[str]) -> StageMemory:
+    forward = {node.name: node for node in graphs.forward.graph.nodes}
+    state = [
+        node
+        for node in placeholders(graphs.forward.graph)
+        if isinstance(node.meta.get("desc"), (ParamAOTInput, BufferAOTInput))
+    ]
+    kept = [node for node in placeholders(graphs.backward_weight.graph)]
+    stashed = set(stash)
+    saved_nodes = [forward[name] for name in saved]
+    saved_and_kept = [forward[node.name] for node in kept if node.name not in stashed and node.name in forward]
+    after_forward = storage_bytes(saved_nodes, besides=state)
+    return StageMemory(
+        saved=after_forward,
+        freed_after_input=after_forward - storage_bytes(saved_and_kept, besides=state),
+        held_for_weight=storage_bytes(kept, besides=state),
+    )
+
+
+def _module_range(stage: StageGraph) -> str:
+    names = list(dict.fromkeys(fqn for node in operations(stage.module.graph) if (fqn := module_fqn(node))))
+    if not names:
+        return "no module"
+    return f"module '{names[0]}'" if len(names) == 1 else f"modules '{names[0]}' to '{names[-1]}'"

@@ -1,0 +1,171 @@
+"""StageProgram and the calling convention: what each of a stage's callables takes and returns.
+
+A stage's values have one name throughout its four graphs. With h the value received and y the one sent:
+
+    F  forward          (parameters, buffers, constants, inputs, h)  ->  (buffer updates, y, saved)
+    I  backward_input   (saved it reads, dy)                         ->  (dh, gradients of differentiable inputs, stash)
+    W  backward_weight  (saved it reads, dy if read, stash)          ->  (one gradient a parameter)
+    B  backward         (saved, dy)                                  ->  (what I returns without the stash, what W returns)
+
+The first stage receives nothing and the last sends the model's outputs (for a step: the loss, whose tangent is 1/microbatches).
+Saved values that are F's own arguments (parameters, inputs) are not returned by F: whoever called F has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import fx
+
+Compiled = Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
+"""A compiled graph: a sequence of tensors in, a tuple of tensors out. Run under torch.no_grad()."""
+
+
+class Role(StrEnum):
+    """What a value is to the stage."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+    INPUT = "input"
+    RECEIVED = "received"
+    BUFFER_UPDATE = "buffer update"
+    SENT = "sent"
+    SAVED = "saved"
+    TANGENT = "tangent"
+    STASH = "stash"
+    PARAMETER_GRADIENT = "parameter gradient"
+    INPUT_GRADIENT = "input gradient"
+    RECEIVED_GRADIENT = "received gradient"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One tensor that a callable takes or returns.
+
+    `name` is its name in the stage's graphs. `key` says whose it is: a parameter's or buffer's FQN, a constant's name, the
+    position among the caller's flat inputs, or the name under which stages send and receive it.
+    """
+
+    name: str
+    role: Role
+    key: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, of the elements (not of the storage behind a view)."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What one callable takes and returns, in order."""
+
+    takes: tuple[Value, ...]
+    returns: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageGraphs:
+    """A stage's four graphs. Empty where there is nothing to do: no input gradient (I), no trainable parameter (W)."""
+
+    forward: fx.GraphModule
+    backward_input: fx.GraphModule
+    backward_weight: fx.GraphModule
+    backward: fx.GraphModule
+
+    def items(self) -> list[tuple[str, fx.GraphModule]]:
+        """(name, graph) of the four, in the order F, I, W, B."""
+        return [(name, getattr(self, name)) for name in GRAPH_NAMES]
+
+
+GRAPH_NAMES = ("forward", "backward_input", "backward_weight", "backward")
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes one micro-batch holds of a stage, by distinct storages; parameters and buffers do not count.
+
+    saved: after F.  freed_after_input: of these, what only I needed.  held_for_weight: saved and stashed values W still needs.
+    """
+
+    saved: int
+    freed_after_input: int
+    held_for_weight: int
+
+
+class StageProgram:
+    """One stage, compiled on demand: `forward`, `backward_input`, `backward_weight`, `backward` are the emitted callables.
+
+    `signatures` says what each takes and returns. `receives` and `sends` name what comes from the stage before and goes to the stage
+    after; `differentiable` are those sent values that want a gradient back. `gradient_needs` maps the name of each gradient to the tangents it is computed
+    from: where none of these arrives, the gradient is None, as autograd has it.
+    """
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        graphs: StageGraphs,
+        signatures: Mapping[str, Signature],
+        receives: Sequence[str],
+        sends: Sequence[str],
+        differentiable: frozenset[str],
+        gradient_needs: Mapping[str, frozenset[str]],
+        memory: StageMemory,
+        draws: bool,
+        modules: str,
+        emit: Callable[[fx.GraphModule, str], Compiled],
+    ) -> None:
+        self.index = index
+        self.graphs = graphs
+        self.signatures = signatures
+        self.receives = tuple(receives)
+        self.sends = tuple(sends)
+        self.differentiable = differentiable
+        self.gradient_needs = gradient_needs
+        self.memory = memory
+        self.draws = draws
+        self.modules = modules
+        self._emit = emit
+        self._compiled: dict[str, Compiled] = {}
+
+    def compiled(self, name: str) -> Compiled:
+        """The callable of that name, one of `GRAPH_NAMES`; compiled at the first request. Raises CompileError."""
+        if name not in self._compiled:
+            self._compiled[name] = self._emit(getattr(self.graphs, name), f"stage {self.index} {name}")
+        return self._compiled[name]
+
+    def is_compiled(self, name: str) -> bool:
+        """Whether that callable has been compiled yet."""
+        return name in self._compiled
+
+    @property
+    def forward(self) -> Compiled:
+        """F."""
+        return self.compiled("forward")
+
+    @property
+    def backward_input(self) -> Compiled:
+        """I."""
+        return self.compiled("backward_input")
+
+    @property
+    def backward_weight(self) -> Compiled:
+        """W."""
+        return self.compiled("backward_weight")
+
+    @property
+    def backward(self) -> Compiled:
+        """B."""
+        return self.compiled("backward")
+
+    def __repr__(self) -> str:
+        return f"StageProgram({self.index}: {self.modules})"
