@@ -2,6 +2,7 @@
 
 from .api import Pipe, compile
 from .errors import CaptureError, CompileError, CutError, InputError, PlanError, SplitError, StageError, TwobpError
+from .inspect import print_split
 from .schedules import Plan
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "StageError",
     "TwobpError",
     "compile",
+    "print_split",
 ]

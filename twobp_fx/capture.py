@@ -11,6 +11,7 @@ import torch
 import torch.fx.traceback
 from torch import fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
@@ -150,8 +151,8 @@ def capture_forward(
     """
     wrapped = _Model(model, loss_fn, inputs, want_loss)
     try:
-        with torch.inference_mode(False), torch.enable_grad():
-            exported = torch.export.export(wrapped, inputs.tensors, strict=False)
+        with torch.inference_mode(False), torch.enable_grad(), _without_meta(wrapped, inputs.tensors) as tensors:
+            exported = torch.export.export(wrapped, tensors, strict=False)
     except Exception as error:
         for cause in _causes(error):
             if isinstance(cause, TwobpError):
@@ -179,6 +180,44 @@ def capture_forward(
     }
     names = tuple(node.name for node in outputs(module.graph))
     return Captured(module, returned, names, constants)
+
+
+@contextlib.contextmanager
+def _without_meta(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, ...]]:
+    """For the time of a capture, let parameters, buffers and inputs on the meta device pass for fake tensors on the CPU.
+
+    They hold no data either way, but on the meta device torch would trace other kernels than the model will run, and on torch
+    2.13 some composite operators (nll_loss) have no gradient there.
+    """
+    registries: list[dict[str, Any]] = []
+    for child in module.modules():
+        registries += [child._parameters, child._buffers]
+    held = [value for registry in registries for value in registry.values() if value is not None]
+    if not any(tensor.is_meta for tensor in (*held, *inputs)):
+        yield inputs
+        return
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return mode.from_tensor(tensor)
+        if id(tensor) not in fakes:
+            with mode:
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            fakes[id(tensor)] = made.requires_grad_(tensor.requires_grad)
+        return fakes[id(tensor)]
+
+    kept = [(registry, dict(registry)) for registry in registries]
+    try:
+        for registry, values in kept:
+            registry.update({name: fake(value) for name, value in values.items() if value is not None and value.is_meta})
+        yield tuple(fake(tensor) for tensor in inputs)
+    finally:
+        for registry, values in kept:
+            registry.update(values)
 
 
 def _mark_sources(exported: torch.export.ExportedProgram, wrapped: nn.Module, model: nn.Module) -> None:
