@@ -68,9 +68,7 @@ def main() -> None:
         rows.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
     for row, smaller in zip(rows, [None, *rows], strict=False):
         row["exponent"] = (
-            math.log(row["seconds"] / smaller["seconds"]) / math.log(row["layers"] / smaller["layers"])
-            if smaller
-            else math.nan
+            math.log(row["seconds"] / smaller["seconds"]) / math.log(row["layers"] / smaller["layers"]) if smaller else math.nan
         )
     table = [
         [

@@ -120,9 +120,7 @@ class Bert(nn.Module):
         return logits
 
 
-def build(
-    *, vocab: int = 256, width: int = 128, depth: int = 4, heads: int = 4, length: int = 128, tied: bool = False
-) -> Bert:
+def build(*, vocab: int = 256, width: int = 128, depth: int = 4, heads: int = 4, length: int = 128, tied: bool = False) -> Bert:
     """A BERT of `depth` blocks. `tied=True` shares the token embedding with the head's decoder."""
     return Bert(vocab, width, depth, heads, length, tied)
 

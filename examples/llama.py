@@ -113,9 +113,7 @@ class Llama(nn.Module):
         return logits
 
 
-def build(
-    *, vocab: int = 256, width: int = 128, hidden: int = 344, depth: int = 4, heads: int = 4, length: int = 128
-) -> Llama:
+def build(*, vocab: int = 256, width: int = 128, hidden: int = 344, depth: int = 4, heads: int = 4, length: int = 128) -> Llama:
     """A LLaMa-like model of `depth` blocks; `hidden` is the MLP's inner width. `length` only sizes the batch."""
     return Llama(vocab, width, hidden, depth, heads, length)
 

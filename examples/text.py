@@ -34,9 +34,7 @@ def load(limit: int = 4_000_000) -> Tensor:
         if len(data) >= limit:
             break
     if not data:
-        raise FileNotFoundError(
-            f"no Python source files under {root}; use a Python that has its standard library's sources"
-        )
+        raise FileNotFoundError(f"no Python source files under {root}; use a Python that has its standard library's sources")
     return torch.frombuffer(data, dtype=torch.uint8)[:limit].clone()
 
 

@@ -2,9 +2,9 @@
 
     python -m examples.train_gpt [--steps N] [--compiler inductor|eager] [--schedule NAME]
 
-The text is the Python standard library's own source, read as bytes: nothing is downloaded. The run prints what the split did, the loss
-as it falls below that of guessing bytes by their frequency, the largest difference between the pipeline's gradients and those of
-plain `loss.backward()`, and the time of a step with and without the split.
+The text is the Python standard library's own source, read as bytes: nothing is downloaded. The run prints what the split did, the
+loss as it falls below that of guessing bytes by their frequency, the largest difference between the pipeline's gradients and those
+of plain `loss.backward()`, and the time of a step with and without the split.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ BATCH = 16
 
 def largest_difference(model: nn.Module, x: torch.Tensor, y: torch.Tensor, microbatches: int) -> float:
     """The largest difference between `model`'s gradients and plain autograd's on the same micro-batches, relative to the largest
-    gradient of the parameter concerned."""
+    gradient of the parameter concerned.
+    """
     reference = copy.deepcopy(model)
     reference.zero_grad()
     for part, target in zip(x.chunk(microbatches), y.chunk(microbatches), strict=True):
@@ -110,8 +111,8 @@ def main() -> None:
     print(f"\nStep time: {times['split'] * 1e3:.0f} ms with the split, {times['unsplit'] * 1e3:.0f} ms without")
     bubbles = [simulate(each.plan).bubble_ratio for each in (pipe, unsplit)]
     print(
-        f"Bubble at equal times: {bubbles[0]:.0%} with the split, {bubbles[1]:.0%} without. It shows where every rank has cores of its "
-        f"own; here {STAGES} ranks share this machine's {torch.get_num_threads()}."
+        f"Bubble at equal times: {bubbles[0]:.0%} with the split, {bubbles[1]:.0%} without. It shows where every rank has cores of "
+        f"its own; here {STAGES} ranks share this machine's {torch.get_num_threads()}."
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from functorch.compile import min_cut_rematerialization_partition
+from functorch.compile import min_cut_rematerialization_partition  # type: ignore[import-untyped]
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import fx
@@ -56,7 +56,8 @@ class SourceKind(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Source:
     """Where a forward placeholder's value comes from. `key`: a parameter's or buffer's FQN, a constant's name, an input's
-    position among the flat inputs, or the name of a value received from the stage before."""
+    position among the flat inputs, or the name of a value received from the stage before.
+    """
 
     kind: SourceKind
     key: str
@@ -151,9 +152,7 @@ def _barriers(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[str | None]:
     return reasons
 
 
-def _balanced_cuts(
-    graph: fx.Graph, nodes: Sequence[fx.Node], stages: int, barriers: Sequence[str | None]
-) -> list[int]:
+def _balanced_cuts(graph: fx.Graph, nodes: Sequence[fx.Node], stages: int, barriers: Sequence[str | None]) -> list[int]:
     if stages < 1:
         raise CutError(f"stages={stages}: ask for at least one stage.")
     if stages == 1:
@@ -272,7 +271,7 @@ def _build_stages(module: fx.GraphModule, nodes: Sequence[fx.Node], bounds: Sequ
     returned = list(dict.fromkeys(value for value in outputs(graph) if isinstance(value, fx.Node)))
     stages: list[StageGraph] = []
     received: list[fx.Node] = []
-    for index, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for index, (begin, end) in enumerate(pairwise(bounds)):
         final = end == len(nodes)
         mine = nodes[begin:end]
         sent = returned if final else [v for v in [*received, *mine] if v in last and last[v] >= end]
@@ -284,9 +283,7 @@ def _build_stages(module: fx.GraphModule, nodes: Sequence[fx.Node], bounds: Sequ
         stages.append(
             StageGraph(
                 index=index,
-                module=build_graph(
-                    module, inputs, [*attributes, *mine], computed, on_placeholder=_mark_received(position)
-                ),
+                module=build_graph(module, inputs, [*attributes, *mine], computed, on_placeholder=_mark_received(position)),
                 computes=tuple(node.name for node in computed),
                 receives=tuple(node.name for node in received),
                 sends=tuple(node.name for node in sent),

@@ -7,6 +7,7 @@ say what a placeholder or an output means; nothing here looks at the spelling of
 from __future__ import annotations
 
 import operator
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -25,7 +26,8 @@ def placeholders(graph: fx.Graph) -> list[fx.Node]:
 
 def output_node(graph: fx.Graph) -> fx.Node:
     """The graph's one output node."""
-    return next(iter(reversed(graph.nodes)))
+    node: fx.Node = next(iter(reversed(graph.nodes)))
+    return node
 
 
 def outputs(graph: fx.Graph) -> list[Any]:
@@ -93,6 +95,15 @@ def aliased_arguments(node: fx.Node) -> list[fx.Node]:
     return aliased
 
 
+def storage_owners(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
+    """For each value, the nodes whose storage it may share, by the operators' schemas: itself if it is nobody's view."""
+    owners: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in graph.nodes:
+        shared = [owners[argument] for argument in aliased_arguments(node)]
+        owners[node] = frozenset[fx.Node]().union(*shared) if shared else frozenset({node})
+    return owners
+
+
 def tensors(value: object) -> Iterator[torch.Tensor]:
     """Every tensor in a (possibly nested) value."""
     if isinstance(value, torch.Tensor):
@@ -141,7 +152,8 @@ def _storage_size(tensor: torch.Tensor) -> int:
 
 def storage_key(tensor: torch.Tensor) -> object:
     """A key that two tensors share exactly when they share storage."""
-    return StorageWeakRef(tensor.untyped_storage())
+    key: object = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return key
 
 
 def module_fqn(node: fx.Node) -> str:
@@ -159,12 +171,18 @@ def module_path(node: fx.Node) -> list[str]:
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_TORCH = tuple(os.path.join(folder, "") for folder in torch.__path__)
+_OURSELVES = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
 def source_line(node: fx.Node) -> str:
-    """`file:line` of the innermost Python frame that created the node (for a backward node, its forward's); '' if unknown."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
+    """`file:line` of the innermost frame that created the node, outside of torch if there is one; '' if unknown.
+
+    For a backward node it is its forward's.
+    """
+    frames = [frame for frame in _FRAME.findall(node.meta.get("stack_trace") or "") if not frame[0].startswith(_OURSELVES)]
+    theirs = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
+    return f"{theirs[-1][0]}:{theirs[-1][1]}" if theirs else ""
 
 
 def describe(node: fx.Node) -> str:

@@ -19,7 +19,17 @@ from torch import fx
 
 from .aot import InputMutationAOTOutput, TangentAOTInput, forward_output_count, min_cut_partition
 from .errors import SplitError
-from .graph import build_graph, describe, is_random, operations, output_descriptors, output_node, outputs, placeholders
+from .graph import (
+    build_graph,
+    describe,
+    is_random,
+    operations,
+    output_descriptors,
+    output_node,
+    outputs,
+    placeholders,
+    storage_owners,
+)
 
 RECOMPUTED = "recomputed"
 """Key in `node.meta` of B, I and W: this node was computed by F too, and is computed again rather than saved."""
@@ -59,9 +69,7 @@ def partition_joint(joint: fx.GraphModule) -> ForwardBackward:
     return _own_what_it_saves(forward, backward, returned, descriptors[:returned])
 
 
-def _without_backward(
-    joint: fx.GraphModule, results: Sequence[fx.Node | None], descriptors: Sequence[Any]
-) -> ForwardBackward:
+def _without_backward(joint: fx.GraphModule, results: Sequence[fx.Node | None], descriptors: Sequence[Any]) -> ForwardBackward:
     """F alone: no gradient is asked of this stage."""
     inputs = [n for n in placeholders(joint.graph) if not isinstance(n.meta.get("desc"), TangentAOTInput)]
     nodes = [n for n in joint.graph.nodes if n.op not in ("placeholder", "output")]
@@ -87,17 +95,25 @@ def _own_what_it_saves(
     overwritten = {d.mutated_input for d in descriptors if isinstance(d, InputMutationAOTOutput)}
     taken = {node.name: node for node in placeholders(backward.graph)}
     saved = list(dict.fromkeys(node for node in results[returned:] if isinstance(node, fx.Node) and node.name in taken))
+    owners = storage_owners(forward.graph)
+    inputs = placeholders(forward.graph)
+    for buffer in inputs:  # what is about to be overwritten is saved as a copy, and so is every view of it
+        if buffer.meta.get("desc") not in overwritten or not any(buffer in owners[node] for node in saved):
+            continue
+        with forward.graph.inserting_after(inputs[-1]):
+            copy = forward.graph.call_function(torch.ops.aten.clone.default, (buffer,))
+        copy.meta = {"val": buffer.meta["val"].clone()}
+        for user in [user for user in buffer.users if user is not copy]:
+            user.replace_input_with(buffer, copy)
+        if buffer in saved:
+            saved[saved.index(buffer)] = copy
+            reader = taken[buffer.name]
+            reader.name, reader.target = copy.name, copy.name
+    results = outputs(forward.graph)
     computed: list[fx.Node] = []
     names: list[str] = []
     out = output_node(forward.graph)
     for node in saved:
-        if node.op == "placeholder" and node.meta.get("desc") in overwritten:
-            with forward.graph.inserting_before(out):
-                copy = forward.graph.call_function(torch.ops.aten.clone.default, (node,))
-            copy.meta = {"val": node.meta["val"].clone()}
-            reader = taken[node.name]
-            reader.name, reader.target = copy.name, copy.name
-            node = copy
         if node.op != "placeholder":
             computed.append(node)
         names.append(node.name)

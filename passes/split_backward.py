@@ -24,7 +24,7 @@ from torch import fx
 
 from .aot import GradAOTOutput, ParamAOTInput, gradients
 from .errors import SplitError
-from .graph import ancestors, build_graph, describe, operations, placeholders, written_arguments
+from .graph import ancestors, build_graph, describe, operations, placeholders, storage_owners, written_arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def split_backward(backward: fx.GraphModule) -> BackwardSplit:
     read_by_weight |= {value for value, _ in of_parameters}
     stash = [node for node in operations(graph) if node in in_input and node in read_by_weight]
     if of_inputs:
-        _refuse_shared_writes(effects, read_by_weight)
+        _refuse_shared_writes(graph, effects, moved)
 
     backward_input = build_graph(
         backward,
@@ -83,10 +83,14 @@ def split_backward(backward: fx.GraphModule) -> BackwardSplit:
     return BackwardSplit(backward_input, backward_weight, tuple(node.name for node in stash))
 
 
-def _refuse_shared_writes(effects: Iterable[fx.Node], read_by_weight: set[fx.Node]) -> None:
+def _refuse_shared_writes(graph: fx.Graph, effects: Iterable[fx.Node], moved: Iterable[fx.Node]) -> None:
+    """What W reads before the write in B, it would read after it: I runs first."""
+    owners = storage_owners(graph)
+    position = {node: i for i, node in enumerate(graph.nodes)}
     for node in effects:
+        read_before = {a for reader in moved if position[reader] < position[node] for a in reader.all_input_nodes}
         for argument in written_arguments(node):
-            if argument in read_by_weight:
+            if any(owners[argument] & owners[value] for value in read_before):
                 raise SplitError(
                     f"{describe(node)} writes in place into {argument.name}, which the weight gradients still read. Use an "
                     "operation that returns a new tensor, or run this model with split_backward=False."

@@ -20,6 +20,7 @@ from torch import fx
 
 from .graph import operations
 
+_CONVOLUTION = torch.ops.aten.convolution_backward.default
 INPUT_MASK, PARAMETER_MASK = (True, False, False), (False, True, True)
 
 
@@ -27,7 +28,7 @@ def unfuse_backward(module: fx.GraphModule) -> bool:
     """Un-fuse in place; says whether anything changed."""
     changed = False
     for node in operations(module.graph):
-        if node.target is torch.ops.aten.convolution_backward.default:
+        if node.target is _CONVOLUTION:
             changed |= _unfuse_convolution(module.graph, node)
     if changed:
         module.graph.eliminate_dead_code()
@@ -41,14 +42,16 @@ def _unfuse_convolution(graph: fx.Graph, node: fx.Node) -> bool:
     readers = list(node.users)
     if not isinstance(mask, (list, tuple)) or any(user.target is not operator.getitem for user in readers):
         return False
-    wanted = {user.args[1] for user in readers}
+    wanted = {
+        position
+        for position, asked in enumerate(mask)
+        if asked and any(user.args[1] == position and user.users for user in readers)
+    }
     if 0 not in wanted or not wanted & {1, 2}:
         return False
     for half, positions in ((INPUT_MASK, {0}), (PARAMETER_MASK, {1, 2})):
         with graph.inserting_before(node):
-            part = graph.call_function(
-                node.target, (*node.args[:-1], [bool(m and h) for m, h in zip(mask, half, strict=True)])
-            )
+            part = graph.call_function(_CONVOLUTION, (*node.args[:-1], [bool(m and h) for m, h in zip(mask, half, strict=True)]))
         part.meta = dict(node.meta)
         part.meta["val"] = tuple(v if h else None for v, h in zip(node.meta["val"], half, strict=True))
         for user in readers:

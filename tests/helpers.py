@@ -42,9 +42,7 @@ class Lowered:
         (program,) = self.programs
         return program
 
-    def runners(
-        self, microbatches: Sequence[Sequence[Tensor]] | None = None, model: nn.Module | None = None
-    ) -> list[StageRunner]:
+    def runners(self, microbatches: Sequence[Sequence[Tensor]] | None = None, model: nn.Module | None = None) -> list[StageRunner]:
         """Fresh runners over the live parameters and buffers of `model` (the lowered one unless given)."""
         owner = self.model if model is None else model
         inputs = [self.args] if microbatches is None else microbatches
@@ -166,17 +164,13 @@ def add(gradients: Gradients, name: str, value: Tensor) -> None:
     gradients[name] = value if before is None else before + value
 
 
-def autograd(
-    model: nn.Module, args: Sequence[Tensor], tangents: Sequence[Tensor | None]
-) -> tuple[list[Tensor], Gradients]:
+def autograd(model: nn.Module, args: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> tuple[list[Tensor], Gradients]:
     """Plain autograd on a copy of `model`: outputs, and the gradients that exist. Changes neither model nor `args`."""
     model = copy.deepcopy(model)
     args = [t.detach().clone().requires_grad_(t.requires_grad) for t in args]
     results = call(model, args)
     pairs = [
-        (result, tangent)
-        for result, tangent in zip(results, tangents, strict=True)
-        if result.requires_grad and tangent is not None
+        (result, tangent) for result, tangent in zip(results, tangents, strict=True) if result.requires_grad and tangent is not None
     ]
     torch.autograd.backward([result for result, _ in pairs], [tangent for _, tangent in pairs])
     gradients: Gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -184,9 +178,7 @@ def autograd(
     return [result.detach() for result in results], gradients
 
 
-def assert_split_is_exact(
-    lowered: Lowered, tangents: Mapping[str, Tensor | None] | None = None, **tolerance: float
-) -> Gradients:
+def assert_split_is_exact(lowered: Lowered, tangents: Mapping[str, Tensor | None] | None = None, **tolerance: float) -> Gradients:
     """I then W is bitwise B, and both are plain autograd: outputs, gradients, buffers. Returns the gradients."""
     given: Mapping[str, Tensor | None] = tangents_for(lowered) if tangents is None else tangents
     split_model, whole_model = copy.deepcopy(lowered.model), copy.deepcopy(lowered.model)
@@ -217,14 +209,10 @@ def equal(first: Tensor | None, second: Tensor | None) -> bool:
     return first.dtype == second.dtype and torch.equal(first, second)
 
 
-def joint_graph(
-    module: nn.Module, *args: Tensor, decompositions: Mapping[Any, Callable[..., Any]] | None = None
-) -> fx.GraphModule:
+def joint_graph(module: nn.Module, *args: Tensor, decompositions: Mapping[Any, Callable[..., Any]] | None = None) -> fx.GraphModule:
     """AOTAutograd's own joint graph of a module, without this project's capture."""
     with contextlib.ExitStack() as stack:
-        return aot_export_joint_with_descriptors(
-            stack, module, args, decompositions=dict(decompositions or {})
-        ).graph_module
+        return aot_export_joint_with_descriptors(stack, module, args, decompositions=dict(decompositions or {})).graph_module
 
 
 def backward_graph(
@@ -240,8 +228,7 @@ def backward_graph(
     for node, name in zip(placeholders(module.graph), inputs, strict=True):
         node.name = node.target = name
     output_node(module.graph).meta["desc"] = [
-        GradAOTOutput(PlainAOTInput(i) if name.startswith("x") else ParamAOTInput(name))
-        for i, name in enumerate(gradients_of)
+        GradAOTOutput(PlainAOTInput(i) if name.startswith("x") else ParamAOTInput(name)) for i, name in enumerate(gradients_of)
     ]
     module.recompile()
     return module

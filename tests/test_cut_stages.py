@@ -86,9 +86,7 @@ def bytes_sent(nodes: Sequence[fx.Node], cuts: Sequence[int]) -> int:
     for cut in cuts:
         before, after = set(nodes[:cut]), set(nodes[cut:])
         total += sum(
-            value_bytes(node.meta["val"])
-            for node in before
-            if any(user in after or user.op == "output" for user in node.users)
+            value_bytes(node.meta["val"]) for node in before if any(user in after or user.op == "output" for user in node.users)
         )
     return total
 
@@ -223,9 +221,7 @@ def test_stages_read_parameters_buffers_and_inputs_directly():
     args = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
     module = captured(Conditioned(), *args)
     first, second = cut_stages(module, ["second"])
-    sources = [
-        {(n.meta["source"].kind, n.meta["source"].key) for n in placeholders(s.module.graph)} for s in (first, second)
-    ]
+    sources = [{(n.meta["source"].kind, n.meta["source"].key) for n in placeholders(s.module.graph)} for s in (first, second)]
     weight, shift = (SourceKind.PARAMETER, "first.weight"), (SourceKind.BUFFER, "shift")
     assert {weight, shift} <= sources[0] & sources[1]
     assert [kind for kind, _ in sources[1]].count(SourceKind.RECEIVED) == 1

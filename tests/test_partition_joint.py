@@ -93,9 +93,7 @@ class TestInterface:
             results = run_graph(parts.forward, values)
             values |= dict(zip((n.name for n in outputs(parts.forward.graph)), results, strict=True))
             back = run_graph(parts.backward, {**values, "tangents_1": tangent})
-        assert all(
-            equal(a, b) for a, b in zip([results[0], *back], [expected_output, *expected_gradients], strict=True)
-        )
+        assert all(equal(a, b) for a, b in zip([results[0], *back], [expected_output, *expected_gradients], strict=True))
 
     def test_without_any_gradient(self):
         parts = partition_joint(joint_graph(mlp().requires_grad_(False), torch.randn(3, 4)))
@@ -124,9 +122,7 @@ class TestRandom:
                 drawn = [n for n in operations(partition_joint(joint).backward.graph) if is_random(n)]
             except SplitError as error:
                 drawn, message = [], str(error)
-                refused = (
-                    budget < 1 and "draw random numbers again" in message and "activation_memory_budget" in message
-                )
+                refused = budget < 1 and "draw random numbers again" in message and "activation_memory_budget" in message
             else:
                 refused = None
         assert drawn == []

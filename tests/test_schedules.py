@@ -48,9 +48,7 @@ class TestAction:
         with pytest.raises(PlanError, match="such as 2F0"):
             Action.parse(text)
 
-    @pytest.mark.parametrize(
-        "text", ["1SEND_F0", "1RECV_F0", "1SEND_B0", "1RECV_B0", "1UNSHARD", "1RESHARD", "1REDUCE_GRAD"]
-    )
+    @pytest.mark.parametrize("text", ["1SEND_F0", "1RECV_F0", "1SEND_B0", "1RECV_B0", "1UNSHARD", "1RESHARD", "1REDUCE_GRAD"])
     def test_other_torch_actions_are_refused(self, text):
         with pytest.raises(PlanError, match="compute-only plan is expected"):
             Action.parse(text)
@@ -122,9 +120,7 @@ class TestBuild:
                 assert plan.split is split
 
     @pytest.mark.parametrize("split", [True, False])
-    @pytest.mark.parametrize(
-        ("name", "microbatches"), [("naive", 1), ("gpipe", 6), ("1f1b", 6), ("1f1b-1", 6), ("1f1b-2", 12)]
-    )
+    @pytest.mark.parametrize(("name", "microbatches"), [("naive", 1), ("gpipe", 6), ("1f1b", 6), ("1f1b-1", 6), ("1f1b-2", 12)])
     def test_default_microbatches(self, name, microbatches, split):
         plan = build(name, ranks=6, split_backward=split)
         validate(plan)
@@ -138,9 +134,7 @@ class TestBuild:
             SCHEDULES["mine"] = SCHEDULES["naive"]
 
     def test_unknown_name(self):
-        with pytest.raises(
-            PlanError, match=r"unknown schedule '1f1b1'; did you mean '1f1b-1'\? .*naive, gpipe, 1f1b, "
-        ):
+        with pytest.raises(PlanError, match=r"unknown schedule '1f1b1'; did you mean '1f1b-1'\? .*naive, gpipe, 1f1b, "):
             build("1f1b1", ranks=4)
         with pytest.raises(PlanError, match=r"unknown schedule 'zzz'\. The known schedules are naive"):
             build("zzz", ranks=4)

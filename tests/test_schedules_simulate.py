@@ -107,9 +107,7 @@ def test_a_hand_worked_plan():
 
 def test_longest_stage_is_not_the_makespan():
     """Rank 0 idles at the end and rank 1 at the start, so that neither spans the whole run."""
-    sim = simulate(
-        Plan.from_csv("0F0,0I0,0W0\n1F0,1I0,1W0\n"), Costs(forward=4, backward_input=1, backward_weight=(0, 9))
-    )
+    sim = simulate(Plan.from_csv("0F0,0I0,0W0\n1F0,1I0,1W0\n"), Costs(forward=4, backward_input=1, backward_weight=(0, 9)))
     assert sim.makespan == 18  # 0F0 0-4, 1F0 4-8, 1I0 8-9, 1W0 9-18, 0I0 9-10
     assert sim.longest_stage == 14  # rank 1: 4-18; rank 0: 0-10
 

@@ -31,9 +31,7 @@ def test_torch_loads_our_csv(name, split, tmp_path):
     runtime = bare(torch_schedules._PipelineScheduleRuntime, 4, plan.stages, plan.microbatches)
     runtime._load_csv(str(path), format="compute_only")  # validates the order and adds the communication
 
-    computed = [
-        [str(action) for action in runtime.pipeline_order_with_comms[rank] if action.is_compute_op] for rank in range(4)
-    ]
+    computed = [[str(action) for action in runtime.pipeline_order_with_comms[rank] if action.is_compute_op] for rank in range(4)]
     assert computed == [[str(action) for action in row] for row in plan.ranks]
     assert runtime.stage_index_to_group_rank == {stage: plan.rank_of_stage(stage) for stage in range(4)}
 

@@ -73,9 +73,7 @@ def assert_halves_are_the_whole(backward: fx.GraphModule, values: Mapping[str, A
     copies = copy.deepcopy(dict(values))
     by_input, by_weight = run_halves(split.backward_input, split.backward_weight, split.stash, values)
     of_weight = [str(of) for _, of in gradients(split.backward_weight.graph)]
-    whole = [
-        (str(of), value) for (_, of), value in zip(gradients(backward.graph), run_graph(backward, copies), strict=True)
-    ]
+    whole = [(str(of), value) for (_, of), value in zip(gradients(backward.graph), run_graph(backward, copies), strict=True)]
     assert [of for of, _ in whole if of in of_weight] == of_weight
     assert all(equal(a, b) for a, b in zip(by_weight, [v for of, v in whole if of in of_weight], strict=True))
     assert all(equal(a, b) for a, b in zip(by_input, [v for of, v in whole if of not in of_weight], strict=True))
@@ -192,8 +190,7 @@ class TestRealStages:
         assert_split_is_exact(lowered, rtol=1e-4, atol=1e-5)
         graphs = lowered.program.graphs
         first, second, whole = (
-            [node.name for node in operations(g.graph)]
-            for g in (graphs.backward_input, graphs.backward_weight, graphs.backward)
+            [node.name for node in operations(g.graph)] for g in (graphs.backward_input, graphs.backward_weight, graphs.backward)
         )
         assert sorted([*first, *second]) == sorted(whole)
 
@@ -287,9 +284,7 @@ class TestGradientsOfTheUsersOwn:
                     h = x @ m.b
             return (fixed + h).sin() @ m.c
 
-        names = assert_split_is_exact(
-            lower_module(Expression(function, a=(4, 4), b=(4, 4), c=(4, 2)), leaf(3, 4))
-        ).keys()
+        names = assert_split_is_exact(lower_module(Expression(function, a=(4, 4), b=(4, 4), c=(4, 2)), leaf(3, 4))).keys()
         assert names == {"b", "c", "input 0"}
 
 

@@ -69,9 +69,7 @@ def test_input_half_does_without_the_weight_half(name, bias):
     assert_split_is_exact(lowered)
     graphs = lowered.program.graphs
     for half, mask in ((graphs.backward_input, [True, False, False]), (graphs.backward_weight, [False, True, bias])):
-        (node,) = (
-            node for node in operations(half.graph) if node.target is torch.ops.aten.convolution_backward.default
-        )
+        (node,) = (node for node in operations(half.graph) if node.target is torch.ops.aten.convolution_backward.default)
         assert node.args[-1] == mask
     assert len(outputs(graphs.backward_input.graph)) == 2  # the input's gradient, and tanh's, which both halves need
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from .capture import Inputs, capture_forward
 from .emit import Compiler, Emitter
 from .errors import InputError, PlanError
 from .lower import lower
-from .microbatches import join_gradients, split_batch
+from .microbatches import dense, join_gradients, split_batch
 from .program import StageProgram
 from .runtime.call import call_stages
 from .runtime.local import run_plan, worker_threads
@@ -69,10 +69,6 @@ def compile(
         whole, stages = _chain(model)
     if isinstance(stages, bool) or (isinstance(stages, int) and stages < 1) or isinstance(stages, str):
         raise InputError(f"stages={stages!r}: give a positive number, or a list of module FQNs at which a new stage begins.")
-    if example_args is None and example_kwargs is None:
-        example = None
-    else:
-        example = (tuple(example_args or ()), dict(example_kwargs or {}))
     count = stages if isinstance(stages, int) else len(stages) + 1
     plan = _plan(schedule, count, microbatches, split_backward)
     pipe = Pipe(
@@ -83,8 +79,8 @@ def compile(
         emitter=Emitter(compiler),
         devices=_devices(devices, len(plan.ranks)),
     )
-    if example is not None:
-        pipe._capture_example(*example)
+    if example_args is not None or example_kwargs is not None:
+        pipe._capture_example(tuple(example_args or ()), dict(example_kwargs or {}))
     return pipe
 
 
@@ -106,9 +102,7 @@ def _chain(modules: Iterable[nn.Module]) -> tuple[nn.Module, tuple[str, ...]]:
     return _Chain(*given), tuple(str(i) for i in range(1, len(given)))
 
 
-def _plan(
-    schedule: str | Plan | os.PathLike[str], stages: int, microbatches: int | None, split_backward: bool
-) -> Plan:
+def _plan(schedule: str | Plan | os.PathLike[str], stages: int, microbatches: int | None, split_backward: bool) -> Plan:
     if isinstance(schedule, Plan):
         plan = schedule
     elif isinstance(schedule, str) and (schedule in SCHEDULES or not schedule.endswith(".csv")):
@@ -164,7 +158,7 @@ class Pipe(nn.Module):
         self._buffers = model._buffers
         self._modules = model._modules
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
-        self.__dict__["model"] = model  # not a submodule: its parts are registered here already
+        self.__dict__["_model"] = model  # not a submodule: its parts are registered here already
         self.plan = plan
         self._cut = stages
         self._loss_fn = loss_fn
@@ -173,8 +167,14 @@ class Pipe(nn.Module):
         self._lowered: dict[Any, _Lowered] = {}
         self._latest: _Lowered | None = None
 
+    @property
+    def model(self) -> nn.Module:
+        """The model this pipe was made of."""
+        model: nn.Module = self.__dict__["_model"]
+        return model
+
     def train(self, mode: bool = True) -> Pipe:
-        """The model's own train(mode)."""
+        """Set the model to training (or, with False, to evaluation)."""
         self.model.train(mode)
         self.training = mode
         return self
@@ -183,9 +183,7 @@ class Pipe(nn.Module):
     def stages(self) -> tuple[StageProgram, ...]:
         """The stage programs of the last step's signature. Raises InputError before anything was captured."""
         if self._latest is None:
-            raise InputError(
-                "Nothing has been captured yet. Pass example_args= to twobp_fx.compile, or run pipe.step(...) once."
-            )
+            raise InputError("Nothing has been captured yet. Pass example_args= to twobp_fx.compile, or run pipe.step(...) once.")
         return self._latest.programs
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
@@ -204,23 +202,22 @@ class Pipe(nn.Module):
             raise InputError("pipe.step computes gradients and was called under no_grad. For the outputs alone call pipe(...).")
         inputs = Inputs.flatten(args, kwargs, target)
         microbatches = split_batch(inputs, self.plan.microbatches)
-        first = Inputs(microbatches[0], inputs.template, inputs.spec, inputs.paths)
+        first = replace(inputs, tensors=microbatches[0])
         lowered = self._latest = self._lower(first, want_loss=True)
         loss = lowered.output_names[0]
         if loss not in lowered.programs[-1].differentiable:
             raise InputError("The loss depends on nothing that requires a gradient: no parameter of the model does.")
         self._compile(lowered)
         runners = self._runners(lowered, [[t.detach() for t in microbatch] for microbatch in microbatches])
-        losses = run_plan(
-            self.plan, runners, loss=loss, loss_gradient=1 / self.plan.microbatches, devices=self._devices
-        )
+        losses = run_plan(self.plan, runners, loss=loss, loss_gradient=1 / self.plan.microbatches, devices=self._devices)
         self._commit(runners, inputs)
         return torch.stack(losses).mean()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output for the whole batch, run stage by stage; differentiable once, like any module call."""
         self._check_ready()
-        inputs = Inputs.flatten(args, kwargs, None)
+        given = Inputs.flatten(args, kwargs, None)
+        inputs = replace(given, tensors=tuple(dense(tensor) for tensor in given.tensors))
         lowered = self._lower(inputs, want_loss=False)
         parameters = dict(self.model.named_parameters())
         outputs = call_stages(
@@ -236,8 +233,8 @@ class Pipe(nn.Module):
         for name, parameter in self.model.named_parameters():
             if parameter.is_meta:
                 raise InputError(
-                    f"Parameter '{name}' is on the meta device: the model can be captured and printed, not run. Materialize it first "
-                    "(model.to_empty(device=...), then initialize or load its weights)."
+                    f"Parameter '{name}' is on the meta device: the model can be captured and printed, not run. Materialize it "
+                    "first (model.to_empty(device=...), then initialize or load its weights)."
                 )
 
     def _capture_example(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -347,7 +344,9 @@ def _model_signature(model: nn.Module) -> Any:
     device_types = {"cpu"} | {parameter.device.type for parameter in model.parameters() if not parameter.is_meta}
     return (
         tuple(module.training for module in model.modules()),
-        tuple((name, tuple(p.shape), p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)),
+        tuple(
+            (name, tuple(p.shape), p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)
+        ),
         tuple((name, tuple(b.shape), b.dtype, b.device) for name, b in model.named_buffers(remove_duplicate=False)),
         tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in sorted(device_types)),
     )

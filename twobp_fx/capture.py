@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,7 @@ from torch import fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from .errors import CaptureError, InputError, TwobpError
@@ -60,7 +63,7 @@ class Captured:
     """A model's forward as one graph.
 
     Every placeholder of `module` carries `meta["source"]`. `output_names` are the values it returns, one a tensor of what the model
-    returned (`outputs`: its template and tree); `constants` the tensors that tracing met and that are neither parameters nor buffers.
+    returned (`outputs`: its template and tree); `constants` the tensors that tracing met and that are no parameters or buffers.
     """
 
     module: fx.GraphModule
@@ -78,9 +81,7 @@ class _Recorded:
 class _Model(nn.Module):
     """The model as a function of flat tensors that returns flat tensors; with a loss, the loss alone."""
 
-    def __init__(
-        self, model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None, inputs: Inputs, want_loss: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None, inputs: Inputs, want_loss: bool) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
@@ -151,7 +152,12 @@ def capture_forward(
     """
     wrapped = _Model(model, loss_fn, inputs, want_loss)
     try:
-        with torch.inference_mode(False), torch.enable_grad(), _without_meta(wrapped, inputs.tensors) as tensors:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            _refuse_gradients_export_drops(wrapped),
+            _without_meta(wrapped, inputs.tensors) as tensors,
+        ):
             exported = torch.export.export(wrapped, tensors, strict=False)
     except Exception as error:
         for cause in _causes(error):
@@ -170,16 +176,64 @@ def capture_forward(
         if node.target in _ASSERTIONS:
             module.graph.erase_node(node)
         elif stack := node.meta.get("nn_module_stack"):
-            node.meta["nn_module_stack"] = {
-                key: (_strip(path), cls) for key, (path, cls) in stack.items() if path != ""
-            }
+            node.meta["nn_module_stack"] = {key: (_strip(path), cls) for key, (path, cls) in stack.items() if path != ""}
     module.graph.eliminate_dead_code()
     module.recompile()
-    constants = {
-        name: value for name, value in exported.constants.items() if isinstance(value, torch.Tensor)
-    }
+    constants = {name: value for name, value in exported.constants.items() if isinstance(value, torch.Tensor)}
     names = tuple(node.name for node in outputs(module.graph))
     return Captured(module, returned, names, constants)
+
+
+class _RefuseTensorHooks(TorchFunctionMode):
+    """Refuses gradient hooks that a forward registers on its tensors: torch.export would drop them in silence."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook):
+            raise CaptureError(
+                f"The model's forward calls {func.__name__} on a tensor, {_caller()}. Such a hook would never run: a captured "
+                "graph holds operators alone. Do what the hook does in the forward, or hook a parameter outside of the forward."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _refuse_gradients_export_drops(model: nn.Module) -> Iterator[None]:
+    """Refuse what torch.export would drop in silence, and with it a gradient: custom backwards and backward hooks.
+
+    It keeps a forward's operators alone, so that `torch.autograd.Function` would be differentiated as its forward is written.
+    torch's own Functions (checkpointing) have the derivative of their forward and may pass.
+    """
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CaptureError(
+                f"Module '{_strip(name)}' ({type(module).__name__}) has a backward hook, which would never run: a captured graph "
+                "holds operators alone. Remove the hook, or hook the parameters instead (parameter.register_hook)."
+            )
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith("torch."):
+            raise CaptureError(
+                f"The model applies {cls.__module__}.{cls.__qualname__}, a torch.autograd.Function, {_caller()}. torch.export "
+                "keeps its forward and drops its backward, so its gradient would be wrong. Make it a custom operator instead "
+                "(torch.library.custom_op with register_autograd), whose backward is kept."
+            )
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    setattr(torch.autograd.Function, "apply", classmethod(apply))  # noqa: B010  (a plain assignment is no method's type)
+    try:
+        with _RefuseTensorHooks():
+            yield
+    finally:
+        setattr(torch.autograd.Function, "apply", original)  # noqa: B010
+
+
+def _caller() -> str:
+    """Where the model's own code called, for a message: the innermost frame outside of torch and this file."""
+    for frame in reversed(traceback.extract_stack()):
+        if frame.filename != __file__ and f"{os.sep}torch{os.sep}" not in frame.filename:
+            return f"at {frame.filename}:{frame.lineno}"
+    return "at an unknown place"
 
 
 @contextlib.contextmanager
@@ -232,7 +286,9 @@ def _mark_sources(exported: torch.export.ExportedProgram, wrapped: nn.Module, mo
     position = 0
     for node, spec in zip(nodes, exported.graph_signature.input_specs, strict=True):
         if spec.kind not in kinds:
-            raise CaptureError(f"{type(model).__name__} uses {spec.target or node.name}, a {spec.kind.name}, which cannot be split into stages.")
+            raise CaptureError(
+                f"{type(model).__name__} uses {spec.target or node.name}, a {spec.kind.name}, which cannot be split into stages."
+            )
         kind = kinds[spec.kind]
         if kind is SourceKind.INPUT:
             key, position = str(position), position + 1
@@ -273,7 +329,8 @@ def _first_lines(error: BaseException, count: int = 6) -> str:
 class _Stage(nn.Module):
     """A stage's graph as a module: its parameters and buffers are fake, its forward runs the graph node by node, so that the
     traced nodes keep module FQN and source line. Outputs that share storage with an input or another output are copied: AOTAutograd
-    gives such outputs no gradient of their own."""
+    gives such outputs no gradient of their own.
+    """
 
     def __init__(self, module: fx.GraphModule, trainable: Mapping[str, bool]) -> None:
         super().__init__()
@@ -302,7 +359,7 @@ class _Stage(nn.Module):
     def find_aliases(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run once on fake tensors to learn which outputs to copy; returns the outputs."""
         held = {storage_key(t) for t in (*inputs, *self.parameters(), *self.buffers())}
-        results = self(*inputs)
+        results: tuple[torch.Tensor, ...] = self(*inputs)
         for i, value in enumerate(results):
             key = storage_key(value)
             if key in held:
@@ -314,7 +371,8 @@ class _Stage(nn.Module):
 @dataclass(frozen=True, slots=True)
 class CapturedStage:
     """A stage's joint graph. `sources`: by name of the joint's parameters and buffers; `inputs`: what its plain inputs are, by
-    position; `sent`: the fake tensors it computes, by name, marked with whether they require a gradient."""
+    position; `sent`: the fake tensors it computes, by name, marked with whether they require a gradient.
+    """
 
     joint: fx.GraphModule
     sources: Mapping[str, Source]

@@ -103,9 +103,7 @@ def _add_print(commands: Any) -> None:
     parser.add_argument("--graph", metavar="NAME", help="of that stage only forward, input, weight or backward")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--args", default="{}", metavar="JSON", help="keyword arguments for the factory, a JSON object")
-    parser.add_argument(
-        "--meta", action="store_true", help="make the model without its data, for sizes that do not fit in memory"
-    )
+    parser.add_argument("--meta", action="store_true", help="make the model without its data, for sizes that do not fit in memory")
 
 
 def _add_plan(commands: Any) -> None:
@@ -119,9 +117,7 @@ def _add_plan(commands: Any) -> None:
     parser.set_defaults(command=_plan)
     parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}")
     parser.add_argument("--ranks", type=int, required=True, metavar="R", help="how many ranks")
-    parser.add_argument(
-        "--microbatches", type=int, metavar="M", help="how many micro-batches (default: the schedule's)"
-    )
+    parser.add_argument("--microbatches", type=int, metavar="M", help="how many micro-batches (default: the schedule's)")
     parser.add_argument("--unsplit", action="store_true", help="run the full backward B in place of I and W")
     parser.add_argument("--csv", action="store_true", help="print the plan in torch's compute-only CSV format")
 
@@ -182,9 +178,7 @@ def _capture(arguments: argparse.Namespace) -> Pipe:
 def _import(target: str) -> tuple[ModuleType, Callable[..., Any]]:
     name, _, path = target.partition(":")
     if not name or not path:
-        raise InputError(
-            f"{target!r} does not say what makes the model: write MODULE:FACTORY, such as examples.gpt:build."
-        )
+        raise InputError(f"{target!r} does not say what makes the model: write MODULE:FACTORY, such as examples.gpt:build.")
     try:
         module = importlib.import_module(name)
     except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,7 +32,7 @@ class Emitter:
                 "(graph_module, example_inputs) -> callable."
             )
         self.compiler = compiler
-        self._emitted: dict[str, Compiled] = {}
+        self._emitted: dict[str, tuple[fx.GraphModule, Compiled]] = {}  # a graph keeps its constants, and their ids, alive
 
     @property
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
@@ -42,22 +43,15 @@ class Emitter:
         """Compile `module`; `label` names it in errors. Raises CompileError with the compiler's own reason."""
         key = structure(module)
         if key not in self._emitted:
-            self._emitted[key] = self._compile(module, label)
-        return self._emitted[key]
-
-    def has(self, module: fx.GraphModule) -> bool:
-        """Whether this structure has been compiled already."""
-        return structure(module) in self._emitted
+            self._emitted[key] = (module, self._compile(module, label))
+        return self._emitted[key][1]
 
     def _compile(self, module: fx.GraphModule, label: str) -> Compiled:
         if self.compiler == "eager" or not operations(module.graph):
             return lambda args: tuple(module(*args))  # nothing to compile where values are only passed through
         examples = [node.meta["val"] for node in placeholders(module.graph)]
         try:
-            if callable(self.compiler):
-                function = self.compiler(module, examples)
-            else:
-                function = _inductor(module, examples)
+            function = self.compiler(module, examples) if callable(self.compiler) else _inductor(module, examples)
         except Exception as error:
             raise CompileError(
                 f"{self.compiler} could not compile {label}: {type(error).__name__}: {error}\n"
@@ -72,10 +66,11 @@ def _inductor(module: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[
     No autograd and no tracing context of a joint graph: so Inductor knows of no buffer it may overwrite ("donated buffers"), and
     I cannot write into what W still reads.
     """
-    from torch._inductor import standalone_compile
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.jit.*", category=DeprecationWarning)  # Inductor's own imports
+        from torch._inductor import standalone_compile
 
-    with torch.no_grad():
-        function: Callable[..., Any] = standalone_compile(module, examples, dynamic_shapes="from_graph")
+        function: Callable[..., Any] = standalone_compile(module, list(examples), dynamic_shapes="from_graph")
     return function
 
 
@@ -115,4 +110,3 @@ def _layout(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), tuple(value.stride()), value.dtype, value.device
     return type(value), str(value)
-

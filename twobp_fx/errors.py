@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from .passes.errors import CutError, SplitError, TwobpError
 
-__all__ = ["CaptureError", "CompileError", "CutError", "InputError", "PlanError", "SplitError", "StageError", "TwobpError"]
+__all__ = [
+    "CaptureError",
+    "CompileError",
+    "CutError",
+    "InputError",
+    "PlanError",
+    "SplitError",
+    "StageError",
+    "TwobpError",
+]
 
 
 class InputError(TwobpError, ValueError):

@@ -103,9 +103,7 @@ def _refuse_buffers_written_by_one_stage_and_read_by_another(cut: Iterable[Stage
             )
 
 
-def lower_stage(
-    stage: StageGraph, traced: CapturedStage, differentiable: frozenset[str], emitter: Emitter
-) -> StageProgram:
+def lower_stage(stage: StageGraph, traced: CapturedStage, differentiable: frozenset[str], emitter: Emitter) -> StageProgram:
     """One stage's program from its joint graph. Passes in order: partition_joint, unfuse_backward, split_backward."""
     parts = partition_joint(traced.joint)
     unfuse_backward(parts.backward)
@@ -185,9 +183,7 @@ def _value(node: fx.Node, role: Role, key: str) -> Value:
 def _gradient_needs(backward: fx.GraphModule) -> dict[str, frozenset[str]]:
     """For each gradient of B, by name, the tangents it is computed from."""
     return {
-        value.name: frozenset(
-            node.name for node in ancestors([value]) if isinstance(node.meta.get("desc"), TangentAOTInput)
-        )
+        value.name: frozenset(node.name for node in ancestors([value]) if isinstance(node.meta.get("desc"), TangentAOTInput))
         for value, _ in gradients(backward.graph)
     }
 
@@ -195,11 +191,9 @@ def _gradient_needs(backward: fx.GraphModule) -> dict[str, frozenset[str]]:
 def _memory(graphs: StageGraphs, saved: Sequence[str], stash: Sequence[str]) -> StageMemory:
     forward = {node.name: node for node in graphs.forward.graph.nodes}
     state = [
-        node
-        for node in placeholders(graphs.forward.graph)
-        if isinstance(node.meta.get("desc"), (ParamAOTInput, BufferAOTInput))
+        node for node in placeholders(graphs.forward.graph) if isinstance(node.meta.get("desc"), (ParamAOTInput, BufferAOTInput))
     ]
-    kept = [node for node in placeholders(graphs.backward_weight.graph)]
+    kept = placeholders(graphs.backward_weight.graph)
     stashed = set(stash)
     saved_nodes = [forward[name] for name in saved]
     saved_and_kept = [forward[node.name] for node in kept if node.name not in stashed and node.name in forward]

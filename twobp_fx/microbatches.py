@@ -34,11 +34,17 @@ def split_batch(inputs: Inputs, count: int) -> list[tuple[torch.Tensor, ...]]:
     size = batch // count
     return [
         tuple(
-            tensor[i * size : (i + 1) * size] if path in sizes and count > 1 else tensor
+            dense(tensor[i * size : (i + 1) * size] if path in sizes and count > 1 else tensor)
             for path, tensor in zip(inputs.paths, inputs.tensors, strict=True)
         )
         for i in range(count)
     ]
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a copy if it is expanded (several elements in one place): graphs are compiled for real strides."""
+    expanded = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.contiguous() if expanded else tensor
 
 
 def batch_sizes(inputs: Inputs) -> dict[str, int]:

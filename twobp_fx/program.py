@@ -104,9 +104,9 @@ class StageMemory:
 class StageProgram:
     """One stage, compiled on demand: `forward`, `backward_input`, `backward_weight`, `backward` are the emitted callables.
 
-    `signatures` says what each takes and returns. `receives` and `sends` name what comes from the stage before and goes to the stage
-    after; `differentiable` are those sent values that want a gradient back. `gradient_needs` maps the name of each gradient to the tangents it is computed
-    from: where none of these arrives, the gradient is None, as autograd has it.
+    signatures: what each takes and returns. receives, sends: the names of what comes from the stage before and goes to the stage
+    after. differentiable: those sent values that want a gradient back. gradient_needs: for each gradient, by name, the tangents it
+    is computed from; where none of these arrives the gradient is None, as autograd has it. draws: whether F draws random numbers.
     """
 
     def __init__(

@@ -122,9 +122,7 @@ class NodeRow:
     arguments: str
 
 
-def describe_split(
-    pipe: Pipe, *, stage: int | None = None, graph: str | None = None, graphs: bool = False
-) -> dict[str, Any]:
+def describe_split(pipe: Pipe, *, stage: int | None = None, graph: str | None = None, graphs: bool = False) -> dict[str, Any]:
     """What `print_split` prints, as plain data for `json.dumps`: dictionaries, lists, strings, numbers, None.
 
     Keys: `plan` (name, ranks, microbatches), `stages` (a `StageSummary` for each, as a dictionary), and `total` (their
@@ -182,8 +180,7 @@ def graph_names(stage: int | None, graph: str | None) -> tuple[str, ...]:
         return GRAPH_NAMES
     if graph not in _ALIASES:
         raise InputError(
-            f"There is no graph {graph!r}. A stage's graphs are 'forward' (F), 'input' (I), 'weight' (W) and "
-            "'backward' (B)."
+            f"There is no graph {graph!r}. A stage's graphs are 'forward' (F), 'input' (I), 'weight' (W) and 'backward' (B)."
         )
     if stage is None:
         raise InputError(f"graph={graph!r} needs a stage: say which stage's graph with stage=.")
@@ -240,9 +237,7 @@ def early_gradients(program: StageProgram) -> tuple[EarlyGradient, ...]:
     returns = program.signatures["backward_input"].returns
     stashed = {value.name for value in returns if value.role is Role.STASH}
     computed = {node.name: node for node in operations(graph) if node.name in stashed}
-    needed = ancestors(
-        node for node, value in zip(outputs(graph), returns, strict=True) if value.role is not Role.STASH
-    )
+    needed = ancestors(node for node, value in zip(outputs(graph), returns, strict=True) if value.role is not Role.STASH)
     early = []
     weight = program.graphs.backward_weight.graph
     for node, value in zip(outputs(weight), program.signatures["backward_weight"].returns, strict=True):

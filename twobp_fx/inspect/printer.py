@@ -135,9 +135,7 @@ def _stage(program: StageProgram, names: Sequence[str]) -> str:
         count = sum(row.kind == "operation" for row in rows)
         lines += ["", f"{_TITLES[name]} ({_plural(count, 'operation')})"]
         if rows:
-            lines.append(
-                tabulate(list(map(_cells, rows)), headers=list(_WIDTHS), stralign="left", disable_numparse=True)
-            )
+            lines.append(tabulate(list(map(_cells, rows)), headers=list(_WIDTHS), stralign="left", disable_numparse=True))
     if early := early_gradients(program):
         lines += ["", "Parameter gradients computed in I:", *_early_lines(early)]
     return "\n".join(lines)

@@ -26,7 +26,9 @@ def call_stages(
     accumulation, retain_graph, torch.autograd.grad. Differentiating twice is refused by autograd's own message.
     """
     call = _Call(programs, tuple(output_names), tuple(parameters), len(inputs), runners)
-    outputs = _PipeCall.apply(call, *parameters.values(), *inputs)
+    outputs = _PipeCall.apply(  # type: ignore[no-untyped-call]
+        call, *parameters.values(), *inputs
+    )
     return tuple(outputs)
 
 
@@ -63,9 +65,7 @@ class _PipeCall(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         outputs = [values[name] for name in call.output_names]
         last = call.programs[-1].differentiable
-        ctx.mark_non_differentiable(
-            *(output for name, output in zip(call.output_names, outputs, strict=True) if name not in last)
-        )
+        ctx.mark_non_differentiable(*(output for name, output in zip(call.output_names, outputs, strict=True) if name not in last))
         return tuple(outputs)
 
     @staticmethod

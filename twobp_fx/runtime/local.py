@@ -20,7 +20,7 @@ from .stage import StageRunner
 Values = dict[str, torch.Tensor | None]
 
 
-class _Aborted(Exception):
+class _AbortedError(Exception):
     """Another worker failed, or the caller was interrupted: stop."""
 
 
@@ -42,7 +42,7 @@ class _Mailbox:
         with self._condition:
             self._condition.wait_for(lambda: self._aborted or key in self._values)
             if self._aborted:
-                raise _Aborted
+                raise _AbortedError
             return self._values.pop(key)
 
     def abort(self) -> None:
@@ -79,7 +79,7 @@ class _Step:
                     self._run(action, device, stream)
                 if stream is not None:
                     stream.synchronize()
-        except _Aborted:
+        except _AbortedError:
             return
         except BaseException as error:  # whatever it is, the other workers must not wait for this one
             with self._lock:

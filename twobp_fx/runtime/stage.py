@@ -17,6 +17,8 @@ from ..program import Compiled, Role, Signature, StageProgram, Value
 
 _RANDOM_STATE = threading.Lock()
 _MASK = (1 << 64) - 1
+_OUR_OWN = (Role.RECEIVED, Role.SAVED, Role.STASH)
+"""Roles of values that a stage's own graph computed, as traced."""
 
 
 @dataclass(slots=True)
@@ -84,9 +86,7 @@ class StageRunner:
             return self._inputs[microbatch][int(value.key)]
         return self._state[value.role][value.key]
 
-    def backward_input(
-        self, microbatch: int, tangents: Mapping[str, torch.Tensor | None]
-    ) -> dict[str, torch.Tensor | None]:
+    def backward_input(self, microbatch: int, tangents: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
         """I: takes the gradients of what F sent, returns those of what it received, by name; None where autograd has None."""
         held = self._take_tangents(microbatch, tangents)
         signature = self.program.signatures["backward_input"]
@@ -144,7 +144,11 @@ class StageRunner:
         if not held.missing:
             return results
         return [
-            None if (needs := self.program.gradient_needs.get(value.name)) and needs <= held.missing else result
+            None
+            if value.role is not Role.STASH  # W may still need it, for a gradient that does exist
+            and (needs := self.program.gradient_needs.get(value.name))
+            and needs <= held.missing
+            else result
             for value, result in zip(signature.returns, results, strict=True)
         ]
 
@@ -171,6 +175,11 @@ class StageRunner:
 
     def _accumulate(self, signature: Signature, results: Sequence[torch.Tensor | None], held: _Held) -> None:
         foreign = {storage_key(tensor) for tensor in held.values.values()}
+        foreign |= {  # handed to the stage before, or to the caller
+            storage_key(result)
+            for value, result in zip(signature.returns, results, strict=True)
+            if value.role is not Role.PARAMETER_GRADIENT and result is not None
+        }
         for value, result in zip(signature.returns, results, strict=True):
             if value.role is not Role.PARAMETER_GRADIENT or result is None:
                 continue
@@ -200,13 +209,19 @@ def _conform(tensor: torch.Tensor, value: Value) -> torch.Tensor:
     """The tensor with the strides the graph was compiled for; a compiler may have returned others."""
     if tensor.stride() == value.stride or tensor.numel() == 0:
         return tensor
-    return torch.empty_strided(value.shape, value.stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    if value.role in _OUR_OWN:  # expanded when traced: all entries along such a dimension are equal, and one is kept
+        for dim, (size, stride) in enumerate(zip(value.shape, value.stride, strict=True)):
+            if stride == 0 and size > 1:
+                tensor = tensor.narrow(dim, 0, 1)
+    made = torch.empty_strided(tensor.shape, value.stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return made.expand(value.shape)
 
 
 @contextmanager
 def _draws(program: StageProgram, seed: int, microbatch: int) -> Iterator[None]:
     """Random state for one F: derived from the seed, the stage and the micro-batch, so that neither the schedule nor the timing of
-    threads matters. The default generator is one for all threads, hence the lock; stages that draw nothing take none."""
+    threads matters. The default generator is one for all threads, hence the lock; stages that draw nothing take none.
+    """
     if not program.draws:
         yield
         return
@@ -215,7 +230,7 @@ def _draws(program: StageProgram, seed: int, microbatch: int) -> Iterator[None]:
         device_type = next((device.type for device in devices), "cuda")
         indices = [device.index or 0 for device in devices if device.type != "meta"]
         with torch.random.fork_rng(devices=indices, device_type=device_type):
-            torch.random.default_generator.manual_seed(derive_seed(seed, program.index, microbatch))
+            torch.default_generator.manual_seed(derive_seed(seed, program.index, microbatch))
             for device in devices:
                 torch.get_device_module(device).manual_seed(derive_seed(seed, program.index, microbatch))
             yield

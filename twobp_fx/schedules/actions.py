@@ -19,9 +19,7 @@ MAX_INDEX = 999_999
 """The largest stage and micro-batch number: a bound on what a plan read from a file can make us allocate."""
 
 _COMPUTE = re.compile(r"(0|[1-9][0-9]{0,5})([FIWB])(0|[1-9][0-9]{0,5})")
-_OTHER_TORCH_ACTION = re.compile(
-    r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)[0-9]*|\(.*\)OVERLAP_F_B"
-)
+_OTHER_TORCH_ACTION = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)[0-9]*|\(.*\)OVERLAP_F_B")
 
 
 class ActionKind(StrEnum):
@@ -51,9 +49,7 @@ class Action:
 
     def __post_init__(self) -> None:
         if not (0 <= self.stage <= MAX_INDEX and 0 <= self.microbatch <= MAX_INDEX):
-            raise PlanError(
-                f"stage {self.stage}, micro-batch {self.microbatch}: an action's numbers must be from 0 to {MAX_INDEX}"
-            )
+            raise PlanError(f"stage {self.stage}, micro-batch {self.microbatch}: an action's numbers must be from 0 to {MAX_INDEX}")
         if not isinstance(self.kind, ActionKind):
             raise PlanError(f"{self.kind!r} is no kind of action; use one of ActionKind.F, .I, .W and .B")
 
@@ -71,9 +67,7 @@ class Action:
             return cls(int(stage), ActionKind(kind), int(microbatch))
         shown = repr(text if len(text) <= 40 else text[:37] + "...")
         if text.endswith("OVERLAP_F_B") and _OTHER_TORCH_ACTION.fullmatch(text):
-            raise PlanError(
-                f"{shown} is a pair of overlapped actions; write the two one after the other, in a compute-only plan"
-            )
+            raise PlanError(f"{shown} is a pair of overlapped actions; write the two one after the other, in a compute-only plan")
         if _OTHER_TORCH_ACTION.fullmatch(text):
             raise PlanError(
                 f"{shown} is no computation; a compute-only plan is expected: leave out communication, sharding and "

@@ -66,15 +66,12 @@ def build(
     _check_positive("microbatches", microbatches)
     if schedule.fixed and microbatches != default:
         raise PlanError(
-            f"schedule {name!r} on {ranks} ranks runs {default} micro-batches, not {microbatches}; "
-            "use '1f1b' for any number"
+            f"schedule {name!r} on {ranks} ranks runs {default} micro-batches, not {microbatches}; use '1f1b' for any number"
         )
     if chunks not in (None, 1):
         raise PlanError(f"schedule {name!r} holds one stage a rank, not {chunks}; leave out chunks")
     if ranks * microbatches * (3 if split_backward else 2) > MAX_ACTIONS:
-        raise PlanError(
-            f"{ranks} ranks and {microbatches} micro-batches make a plan of more than {MAX_ACTIONS} actions; use fewer"
-        )
+        raise PlanError(f"{ranks} ranks and {microbatches} micro-batches make a plan of more than {MAX_ACTIONS} actions; use fewer")
     return replace(schedule.generate(ranks, microbatches, split_backward), name=name)
 
 

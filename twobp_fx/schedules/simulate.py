@@ -50,16 +50,12 @@ class Costs:
         """
         value = getattr(self, name)
         if value is None:
-            parts = zip(
-                self.per_stage("backward_input", stages), self.per_stage("backward_weight", stages), strict=True
-            )
+            parts = zip(self.per_stage("backward_input", stages), self.per_stage("backward_weight", stages), strict=True)
             return tuple(i + w for i, w in parts)
         if not isinstance(value, tuple):
             return (float(value),) * stages
         if len(value) != stages:
-            raise InputError(
-                f"Costs.{name} has {len(value)} entries, but the plan has {stages} stages; give one a stage"
-            )
+            raise InputError(f"Costs.{name} has {len(value)} entries, but the plan has {stages} stages; give one a stage")
         return tuple(map(float, value))
 
 

@@ -53,8 +53,7 @@ def _check_placement(plan: Plan) -> None:
     if len(stages) != plan.stages:
         missing = next(stage for stage in range(plan.stages) if stage not in stages)
         raise PlanError(
-            f"plan {plan.name!r}: there is a stage {plan.stages - 1} but no stage {missing}; "
-            "number the stages from 0 without a gap"
+            f"plan {plan.name!r}: there is a stage {plan.stages - 1} but no stage {missing}; number the stages from 0 without a gap"
         )
 
 
