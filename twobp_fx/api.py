@@ -16,7 +16,7 @@ from .emit import Compiler, Emitter
 from .errors import InputError, PlanError
 from .lower import lower
 from .microbatches import dense, join_gradients, split_batch
-from .program import StageProgram
+from .program import Role, StageProgram
 from .runtime.call import call_stages
 from .runtime.local import run_plan, worker_threads
 from .runtime.stage import StageRunner
@@ -55,7 +55,7 @@ def compile(
     schedule: a name of `twobp_fx.schedules.SCHEDULES`, a Plan, or a path to a compute-only CSV.
     split_backward: False runs the same schedule with the unsplit backward B (a Plan or CSV is run as it stands).
     compiler: "inductor", "eager", or a callable (graph module, example inputs) -> callable.
-    devices: one device a rank; None for the device the model is on.
+    devices: one device a rank; None for every accelerator present, else the CPU. Parameters move to the device of their stage.
 
     The parameters stay the model's own objects. Raises InputError, PlanError, CaptureError, CutError, SplitError.
     """
@@ -119,7 +119,10 @@ def _plan(schedule: str | Plan | os.PathLike[str], stages: int, microbatches: in
 
 def _devices(devices: Sequence[torch.device | str] | None, ranks: int) -> tuple[torch.device, ...] | None:
     if devices is None:
-        return None
+        if not torch.accelerator.is_available():
+            return None
+        kind, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
+        return tuple(torch.device(f"{kind}:{rank * count // ranks}") for rank in range(ranks))
     given = tuple(torch.device(device) for device in devices)
     if len(given) != ranks:
         raise InputError(f"devices= names {len(given)} devices, and the plan has {ranks} ranks: give one a rank.")
@@ -248,16 +251,45 @@ class Pipe(nn.Module):
     def _lower(self, inputs: Inputs, *, want_loss: bool) -> _Lowered:
         key = (want_loss, _signature(inputs), _model_signature(self.model))
         if key not in self._lowered:
-            captured = capture_forward(self.model, inputs, loss_fn=self._loss_fn if want_loss else None, want_loss=want_loss)
+            devices = self._stage_devices()
+            captured = capture_forward(
+                self.model,
+                inputs,
+                loss_fn=self._loss_fn if want_loss else None,
+                want_loss=want_loss,
+                device=None if devices is None else devices[0],
+            )
             programs = lower(
                 captured,
                 self._cut,
                 trainable={name: p.requires_grad for name, p in self._live_parameters().items()},
                 differentiable_inputs=frozenset(str(i) for i, t in enumerate(inputs.tensors) if t.requires_grad),
                 emitter=self._emitter,
+                devices=devices,
             )
             self._lowered[key] = _Lowered(programs, captured.outputs, captured.output_names, captured.constants)
         return self._lowered[key]
+
+    def _stage_devices(self) -> list[torch.device] | None:
+        if self._devices is None:
+            return None
+        return [self._devices[self.plan.rank_of_stage(stage)] for stage in range(self.plan.stages)]
+
+    def _move_home(self, lowered: _Lowered) -> None:
+        """Move each parameter and buffer, in place, to the device of the first stage that reads it."""
+        if self._devices is None:
+            return
+        live: dict[str, torch.Tensor] = {**self._live_parameters(), **self._live_buffers()}
+        settled: set[str] = set()
+        for program in lowered.programs:
+            for value in program.signatures["forward"].takes:
+                if value.role in (Role.PARAMETER, Role.BUFFER) and value.key not in settled:
+                    settled.add(value.key)
+                    tensor = live[value.key]
+                    if tensor.device != value.device:
+                        tensor.data = tensor.data.to(value.device)
+                        if tensor.grad is not None:
+                            tensor.grad = tensor.grad.to(value.device)
 
     def _live_parameters(self) -> dict[str, nn.Parameter]:
         parameters = dict(self.model.named_parameters())
@@ -292,6 +324,7 @@ class Pipe(nn.Module):
             torch.set_num_threads(threads)
 
     def _runners(self, lowered: _Lowered, inputs: list[list[torch.Tensor]]) -> list[StageRunner]:
+        self._move_home(lowered)
         parameters = {name: p.detach() for name, p in self._live_parameters().items()}
         buffers = self._live_buffers()
         seed = _draw_seed() if any(program.draws for program in lowered.programs) else 0
@@ -315,14 +348,14 @@ class Pipe(nn.Module):
                 name, gradient = runner.gradients.popitem()
                 for other in runners:  # a parameter that several stages use gets the sum
                     if name in other.gradients:
-                        gradient = gradient + other.gradients.pop(name)
+                        gradient = gradient + other.gradients.pop(name).to(gradient.device)
                 torch.autograd.backward([parameters[name]], [gradient])
         for position, tensor in enumerate(inputs.tensors):
             parts = [
                 [gradients[str(position)] for _, gradients in sorted(runner.input_gradients.items()) if str(position) in gradients]
                 for runner in runners
             ]
-            wholes = [join_gradients(part, tensor) for part in parts if part]
+            wholes = [join_gradients(part, tensor).to(tensor.device) for part in parts if part]
             if wholes:
                 torch.autograd.backward([tensor], [torch.stack(wholes).sum(0)])
 

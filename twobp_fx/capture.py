@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -144,10 +145,12 @@ def capture_forward(
     *,
     loss_fn: Callable[[Any, Any], Any] | None = None,
     want_loss: bool = True,
+    device: torch.device | None = None,
 ) -> Captured:
     """Capture `model` in its present mode, called with `inputs` (trees: args, kwargs, target), into one graph.
 
-    Nothing is run on real data. Raises CaptureError, with torch's own reason, if torch.export cannot capture the model, and
+    Nothing is run on real data. device: capture as if everything were there; None for where it is.
+    Raises CaptureError, with torch's own reason, if torch.export cannot capture the model, and
     InputError if a loss is wanted and what comes out is no scalar.
     """
     wrapped = _Model(model, loss_fn, inputs, want_loss)
@@ -156,7 +159,7 @@ def capture_forward(
             torch.inference_mode(False),
             torch.enable_grad(),
             _refuse_gradients_export_drops(wrapped),
-            _without_meta(wrapped, inputs.tensors) as tensors,
+            _as_if_on(device, wrapped, inputs.tensors) as tensors,
         ):
             exported = torch.export.export(wrapped, tensors, strict=False)
     except Exception as error:
@@ -237,28 +240,29 @@ def _caller() -> str:
 
 
 @contextlib.contextmanager
-def _without_meta(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, ...]]:
-    """For the time of a capture, let parameters, buffers and inputs on the meta device pass for fake tensors on the CPU.
+def _as_if_on(
+    device: torch.device | None, module: nn.Module, inputs: tuple[torch.Tensor, ...]
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """For the time of a capture, let parameters, buffers and inputs pass for fake tensors on `device`.
 
-    They hold no data either way, but on the meta device torch would trace other kernels than the model will run, and on torch
-    2.13 some composite operators (nll_loss) have no gradient there.
+    With None only those on the meta device do, on the CPU: they hold no data either way, but on the meta device torch would trace
+    other kernels than the model will run, and on torch 2.13 some composite operators (nll_loss) have no gradient there.
     """
     registries: list[dict[str, Any]] = []
     for child in module.modules():
         registries += [child._parameters, child._buffers]
     held = [value for registry in registries for value in registry.values() if value is not None]
-    if not any(tensor.is_meta for tensor in (*held, *inputs)):
+    if device is None and not any(tensor.is_meta for tensor in (*held, *inputs)):
         yield inputs
         return
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_meta:
-            return mode.from_tensor(tensor)
         if id(tensor) not in fakes:
+            target = device or (torch.device("cpu") if tensor.is_meta else tensor.device)
             with mode:
-                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=target)
             if isinstance(tensor, nn.Parameter):
                 made = nn.Parameter(made, requires_grad=tensor.requires_grad)
             fakes[id(tensor)] = made.requires_grad_(tensor.requires_grad)
@@ -267,7 +271,7 @@ def _without_meta(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Iterat
     kept = [(registry, dict(registry)) for registry in registries]
     try:
         for registry, values in kept:
-            registry.update({name: fake(value) for name, value in values.items() if value is not None and value.is_meta})
+            registry.update({name: fake(value) for name, value in values.items() if value is not None})
         yield tuple(fake(tensor) for tensor in inputs)
     finally:
         for registry, values in kept:
@@ -403,7 +407,9 @@ def capture_stage(
         else:
             inputs.append(node.meta["val"].detach().requires_grad_(source.key in differentiable_inputs))
     try:
-        with torch.inference_mode(False), torch.enable_grad(), contextlib.ExitStack() as stack:
+        with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings(), contextlib.ExitStack() as stack:
+            # torch's own word that an operator has no derivative and its gradient would be dropped: an error here.
+            warnings.filterwarnings("error", message=".*an autograd kernel was not registered", category=UserWarning)
             with _fake_mode(stage.module):
                 sent = module.find_aliases(inputs)
             stack.enter_context(torch.fx.traceback.preserve_node_meta())

@@ -32,6 +32,7 @@ from .passes.graph import (
     storage_bytes,
 )
 from .passes.partition_joint import partition_joint
+from .passes.place_stage import place_stage
 from .passes.split_backward import split_backward
 from .passes.unfuse_backward import unfuse_backward
 from .program import Role, Signature, StageGraphs, StageMemory, StageProgram, Value
@@ -44,18 +45,22 @@ def lower(
     trainable: Mapping[str, bool],
     differentiable_inputs: frozenset[str],
     emitter: Emitter,
+    devices: Sequence[torch.device] | None = None,
 ) -> tuple[StageProgram, ...]:
     """The stage programs of a captured model; nothing is compiled yet.
 
     stages: how many, or the module FQNs at which a new stage begins. trainable: parameter FQN -> requires_grad.
-    differentiable_inputs: the positions (as text) of the flat inputs that want a gradient.
-    Raises CutError, CaptureError, SplitError, InputError.
+    differentiable_inputs: the positions (as text) of the flat inputs that want a gradient. devices: one a stage; the
+    model was captured on the first. Raises CutError, CaptureError, SplitError, InputError.
     """
     cut = cut_stages(captured.module, stages)
     _refuse_buffers_written_by_one_stage_and_read_by_another(cut)
     programs: list[StageProgram] = []
     received: dict[str, torch.Tensor] = {}
     for stage in cut:
+        if devices is not None:
+            place_stage(stage.module, devices[0], devices[stage.index])
+            received = {name: _elsewhere(value, devices[stage.index]) for name, value in received.items()}
         traced = capture_stage(
             stage,
             received,
@@ -74,6 +79,13 @@ def _boundary(value: torch.Tensor | None) -> torch.Tensor:
     if value is None:
         raise AssertionError("a stage sends what it neither computes nor receives")
     return value.detach().requires_grad_(value.requires_grad)
+
+
+def _elsewhere(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The fake tensor as it arrives on another device: with the same strides."""
+    with value.fake_mode:  # type: ignore[attr-defined]
+        moved = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    return moved.requires_grad_(value.requires_grad)
 
 
 def _refuse_buffers_written_by_one_stage_and_read_by_another(cut: Iterable[StageGraph]) -> None:

@@ -76,7 +76,7 @@ class _Step:
                 for action in self.plan.ranks[rank]:
                     if self.mailbox.aborted:
                         return
-                    self._run(action, device, stream)
+                    self._run(action, stream)
                 if stream is not None:
                     stream.synchronize()
         except _AbortedError:
@@ -86,11 +86,11 @@ class _Step:
                 self.failure = self.failure or (action, error)
             self.mailbox.abort()
 
-    def _run(self, action: Action, device: torch.device | None, stream: Any) -> None:
+    def _run(self, action: Action, stream: Any) -> None:
         stage, microbatch = action.stage, action.microbatch
         runner = self.runners[stage]
         if action.kind is ActionKind.F:
-            sent = runner.forward(microbatch, self._receive(stage, "F", microbatch, device, stream) if stage else {})
+            sent = runner.forward(microbatch, self._receive(stage, "F", microbatch, stream) if stage else {})
             if stage + 1 == len(self.runners):
                 self.losses[microbatch] = sent[self.loss].detach()
             else:
@@ -102,7 +102,7 @@ class _Step:
             if stage + 1 == len(self.runners):
                 tangents = {self.loss: torch.full_like(self.losses[microbatch], self.loss_gradient)}
             else:
-                tangents = self._receive(stage, "B", microbatch, device, stream)
+                tangents = self._receive(stage, "B", microbatch, stream)
             run = runner.backward_input if action.kind is ActionKind.I else runner.backward
             gradients = run(microbatch, tangents)
             if stage:
@@ -112,18 +112,15 @@ class _Step:
         event = None if stream is None else stream.record_event()
         self.mailbox.put(stage, direction, microbatch, dict(values), event)
 
-    def _receive(self, stage: int, direction: str, microbatch: int, device: torch.device | None, stream: Any) -> Any:
+    def _receive(self, stage: int, direction: str, microbatch: int, stream: Any) -> Any:
         values, event = self.mailbox.take(stage, direction, microbatch)
         if event is None:
             return values
         stream.wait_event(event)
-        moved: Values = {}
-        for name, value in values.items():
+        for value in values.values():
             if value is not None:
                 value.record_stream(stream)
-                value = value.to(device, non_blocking=True)
-            moved[name] = value
-        return moved
+        return values
 
 
 @contextlib.contextmanager

@@ -195,7 +195,7 @@ class StageRunner:
 def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
     if first is None or second is None:
         return second if first is None else first
-    return first + second
+    return first + second.to(first.device)
 
 
 def _call(function: Compiled, args: Sequence[torch.Tensor], signature: Signature) -> tuple[torch.Tensor, ...]:
@@ -206,7 +206,9 @@ def _call(function: Compiled, args: Sequence[torch.Tensor], signature: Signature
 
 
 def _conform(tensor: torch.Tensor, value: Value) -> torch.Tensor:
-    """The tensor with the strides the graph was compiled for; a compiler may have returned others."""
+    """The tensor where the graph runs, with the strides it was compiled for; a compiler may have returned others."""
+    if tensor.device != value.device:
+        tensor = tensor.to(value.device, non_blocking=True)
     if tensor.stride() == value.stride or tensor.numel() == 0:
         return tensor
     if value.role in _OUR_OWN:  # expanded when traced: all entries along such a dimension are equal, and one is kept
