@@ -69,7 +69,9 @@ FAMILIES: dict[str, Callable[[], Case]] = {
     "llama": lambda: example(llama, width=32, depth=4, heads=2, hidden=64, length=16, vocab=64),
     "bert": lambda: example(bert, width=32, depth=4, heads=2, length=16, vocab=64),
     "mamba": lambda: example(mamba, width=16, depth=4, length=16, vocab=64),
-    "resnet": lambda: example(resnet, layers=(1, 1, 1, 1), width=8, classes=10, image=32),
+    # Not smaller: over a 32x32 image the last batch norms see two values a channel, +1 and -1 after normalizing, and whether their
+    # residual sum is above zero is then decided by rounding.
+    "resnet": lambda: example(resnet, layers=(1, 1, 1, 1), width=8, classes=10, image=64),
     "gpt2": lambda: transformer("GPT2"),
     "hf-llama": lambda: transformer("Llama"),
 }
