@@ -2,8 +2,8 @@
 
     python -m benchmarks.capture_scale [--layers 8 16 32 64] [--json FILE]
 
-Each size runs in a process of its own, so that its peak resident memory is its own. `exponent` is how time grows from one size to
-the next: log(time ratio) / log(layer ratio); 1 is linear. 32 layers are the 7-billion-parameter model of the 2BP paper.
+Each size runs in a process of its own, so that its peak resident memory is its own. `exponent` is how CPU time grows from the first
+size to this one: log(time ratio) / log(layer ratio); 1 is linear. 32 layers are the 7-billion-parameter model of the 2BP paper.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def measure(layers: int) -> dict[str, float]:
         model = llama.build(**{**llama.PAPER, "depth": layers})
     args, target = llama.example_batch(model, batch=1)
     example = {"target": target.to("meta")}
-    before = time.perf_counter()
+    before, busy_before = time.perf_counter(), time.process_time()
     pipe = twobp_fx.compile(
         model,
         stages=STAGES,
@@ -42,12 +42,13 @@ def measure(layers: int) -> dict[str, float]:
         example_kwargs=example,
         compiler="eager",
     )
-    seconds = time.perf_counter() - before
+    seconds, cpu_seconds = time.perf_counter() - before, time.process_time() - busy_before
     return {
         "layers": layers,
         "parameters": sum(p.numel() for p in model.parameters()),
         "nodes": sum(len(graph.graph.nodes) for stage in pipe.stages for _, graph in stage.graphs.items()),
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
@@ -66,22 +67,27 @@ def main() -> None:
     for layers in options.layers:
         command = [sys.executable, "-m", "benchmarks.capture_scale", "--one", str(layers)]
         rows.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
-    for row, smaller in zip(rows, [None, *rows], strict=False):
-        row["exponent"] = (
-            math.log(row["seconds"] / smaller["seconds"]) / math.log(row["layers"] / smaller["layers"]) if smaller else math.nan
-        )
+    first = rows[0]
+    for row in rows:
+        growth = math.log(row["layers"] / first["layers"])
+        row["exponent"] = math.log(row["cpu_seconds"] / first["cpu_seconds"]) / growth if growth else math.nan
     table = [
         [
             row["layers"],
             f"{row['parameters'] / 1e9:.2f} billion",
             row["nodes"],
             f"{row['seconds']:.1f} s",
+            f"{row['cpu_seconds']:.1f} s",
             f"{row['peak_bytes'] / 2**30:.2f} GiB",
             "" if math.isnan(row["exponent"]) else f"{row['exponent']:.2f}",
         ]
         for row in rows
     ]
-    print(tabulate(table, headers=["layers", "parameters", "graph nodes", "capture and split", "peak memory", "exponent"]))
+    print(
+        tabulate(
+            table, headers=["layers", "parameters", "graph nodes", "capture and split", "of it CPU", "peak memory", "exponent"]
+        )
+    )
     if options.json:
         with open(options.json, "w") as file:
             json.dump(rows, file, indent=1)

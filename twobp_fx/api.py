@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +30,8 @@ _CALLABLES = {
     ActionKind.B: "backward",
 }
 _PROGRESS_DELAY = 2.0
+_CAPTURING = threading.RLock()
+"""Tracing and compiling go through state that torch keeps for the whole process: one thread at a time."""
 
 
 def compile(
@@ -157,6 +160,7 @@ class Pipe(nn.Module):
         devices: tuple[torch.device, ...] | None,
     ) -> None:
         super().__init__()
+        self.training = model.training
         self._parameters = model._parameters
         self._buffers = model._buffers
         self._modules = model._modules
@@ -250,7 +254,9 @@ class Pipe(nn.Module):
 
     def _lower(self, inputs: Inputs, *, want_loss: bool) -> _Lowered:
         key = (want_loss, _signature(inputs), _model_signature(self.model))
-        if key not in self._lowered:
+        with _CAPTURING:
+            if key in self._lowered:
+                return self._lowered[key]
             devices = self._stage_devices()
             captured = capture_forward(
                 self.model,
@@ -268,7 +274,7 @@ class Pipe(nn.Module):
                 devices=devices,
             )
             self._lowered[key] = _Lowered(programs, captured.outputs, captured.output_names, captured.constants)
-        return self._lowered[key]
+            return self._lowered[key]
 
     def _stage_devices(self) -> list[torch.device] | None:
         if self._devices is None:
@@ -316,7 +322,7 @@ class Pipe(nn.Module):
         threads = torch.get_num_threads()
         torch.set_num_threads(worker_threads(len(self.plan.ranks)))
         try:
-            with tqdm(wanted, desc="compiling", unit="graph", delay=_PROGRESS_DELAY, leave=False) as progress:
+            with _CAPTURING, tqdm(wanted, desc="compiling", unit="graph", delay=_PROGRESS_DELAY, leave=False) as progress:
                 for program, name in progress:
                     progress.set_postfix_str(f"stage {program.index} {name}", refresh=False)
                     program.compiled(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -213,9 +214,10 @@ def _refuse_gradients_export_drops(model: nn.Module) -> Iterator[None]:
                 "holds operators alone. Remove the hook, or hook the parameters instead (parameter.register_hook)."
             )
     original = torch.autograd.Function.__dict__["apply"]
+    capturing = threading.get_ident()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if not cls.__module__.startswith("torch."):
+        if threading.get_ident() == capturing and not cls.__module__.startswith("torch."):
             raise CaptureError(
                 f"The model applies {cls.__module__}.{cls.__qualname__}, a torch.autograd.Function, {_caller()}. torch.export "
                 "keeps its forward and drops its backward, so its gradient would be wrong. Make it a custom operator instead "
