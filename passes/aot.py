@@ -48,8 +48,9 @@ def forward_output_count(joint: fx.Graph) -> int:
 
 def min_cut_partition(joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Torch's min-cut rematerialization: F and B. Works on a copy; the outputs of F are the joint's, then what it saves."""
-    working = fx.GraphModule(joint, fx.Graph())
-    working.graph.output(working.graph.graph_copy(joint.graph, {})).meta = dict(output_node(joint.graph).meta)
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(joint.graph, {})).meta = dict(output_node(joint.graph).meta)
+    working = fx.GraphModule(joint, graph)
     result: Any = min_cut_rematerialization_partition(working, None, num_fwd_outputs=forward_output_count(joint.graph))
     forward, backward = result
     return forward, backward

@@ -13,7 +13,7 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from .graph import aliased_arguments, value_bytes
+from .graph import aliased_arguments, bodies, operations, value_bytes
 
 FLOPS_PER_BYTE = 16
 """How many floating-point operations take as long as moving one byte. A core of a server CPU does 50 to 150 GFLOP/s and moves
@@ -63,7 +63,7 @@ class _CountFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def node_flops(node: fx.Node) -> int:
     """Floating-point operations of one node; 0 for what torch has no formula for (elementwise operations, views)."""
     if not isinstance(node.target, torch._ops.OpOverload):
-        return 0
+        return sum(total_flops(operations(body.graph)) for body in bodies(node))
     formula = _FORMULAS.get(node.target.overloadpacket)
     composite = node.target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
     if formula is None and not composite:
@@ -81,7 +81,7 @@ def node_flops(node: fx.Node) -> int:
 def node_bytes(node: fx.Node) -> int:
     """Bytes the node reads and writes; 0 for views, which move nothing."""
     if not isinstance(node.target, torch._ops.OpOverload):
-        return 0
+        return sum(node_bytes(each) for body in bodies(node) for each in operations(body.graph))
     if not node.target._schema.is_mutable and aliased_arguments(node):
         return 0
     return sum(value_bytes(argument.meta.get("val")) for argument in node.all_input_nodes) + value_bytes(node.meta.get("val"))

@@ -63,36 +63,83 @@ def is_random(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
-def written_arguments(node: fx.Node) -> list[fx.Node]:
-    """The arguments this node writes into, by the operator's schema."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+def has_effect(node: fx.Node) -> bool:
+    """Whether dropping the node would change anything besides its value: it writes in place, or torch says it is impure."""
+    return node.is_impure() or bool(written_arguments(node))
+
+
+def bodies(node: fx.Node) -> list[fx.GraphModule]:
+    """The graphs that a higher-order operator runs (a no_grad or autocast region, the branches of torch.cond)."""
+    if not isinstance(node.target, torch._ops.HigherOrderOperator):
         return []
-    written: list[fx.Node] = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
+    owner = node.graph.owning_module
+    found = [_attribute(owner, argument) for argument in node.all_input_nodes if argument.op == "get_attr"]
+    return [body for body in found if isinstance(body, fx.GraphModule)]
+
+
+def _attribute(module: fx.GraphModule | None, node: fx.Node) -> object:
+    value: object = module
+    for part in str(node.target).split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+def _operands(node: fx.Node, body: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
+    """Pairs of a body's placeholder and the higher-order operator's argument for it."""
+    given = [argument for argument in _flat_nodes(node.args) if argument.op != "get_attr"]
+    taken = placeholders(body.graph)
+    return list(zip(taken, given[-len(taken) :] if taken else [], strict=False))
+
+
+def _flat_nodes(arguments: tuple[Any, ...]) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(arguments, found.append)
+    return found
+
+
+def _schema_arguments(node: fx.Node, target: torch._ops.OpOverload) -> Iterator[tuple[Any, list[fx.Node]]]:
+    """Each argument of the operator's schema, with the nodes given for it."""
+    for position, argument in enumerate(target._schema.arguments):
         value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        written.extend(v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node))
+        yield argument, [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)]
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """The arguments this node writes into: by the operator's schema, or by what the bodies of a higher-order operator write."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        if not node.target._schema.is_mutable:
+            return []
+        pairs = _schema_arguments(node, node.target)
+        return [
+            value
+            for argument, values in pairs
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for value in values
+        ]
+    written: list[fx.Node] = []
+    for body in bodies(node):
+        owners = storage_owners(body.graph)
+        inside = {owner for each in operations(body.graph) for value in written_arguments(each) for owner in owners[value]}
+        written.extend(given for taken, given in _operands(node, body) if taken in inside)
     return written
 
 
 def aliased_arguments(node: fx.Node) -> list[fx.Node]:
-    """The arguments whose storage the node's result may share, by the operator's schema."""
-    if node.target is operator.getitem:
-        return node.all_input_nodes
+    """The arguments whose storage the node's result may share, by the operator's schema; all of them if it has none."""
+    if node.target is operator.getitem or isinstance(node.target, torch._ops.HigherOrderOperator):
+        return [argument for argument in node.all_input_nodes if argument.op != "get_attr"]
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     shared: set[str] = set()
     for returned in node.target._schema.returns:
         if returned.alias_info is not None:
             shared |= returned.alias_info.before_set | returned.alias_info.after_set
-    aliased: list[fx.Node] = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is None or not (argument.alias_info.before_set & shared):
-            continue
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        aliased.extend(v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node))
-    return aliased
+    return [
+        value
+        for argument, values in _schema_arguments(node, node.target)
+        if argument.alias_info is not None and argument.alias_info.before_set & shared
+        for value in values
+    ]
 
 
 def storage_owners(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:

@@ -24,7 +24,7 @@ from torch import fx
 
 from .aot import GradAOTOutput, ParamAOTInput, gradients
 from .errors import SplitError
-from .graph import ancestors, build_graph, describe, operations, placeholders, storage_owners, written_arguments
+from .graph import ancestors, build_graph, describe, has_effect, operations, placeholders, storage_owners, written_arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def split_backward(backward: fx.GraphModule) -> BackwardSplit:
     every = gradients(graph)
     of_inputs = [(value, of) for value, of in every if not isinstance(of, ParamAOTInput)]
     of_parameters = [(value, of) for value, of in every if isinstance(of, ParamAOTInput)]
-    effects = [node for node in operations(graph) if node.is_impure()]
+    effects = [node for node in operations(graph) if has_effect(node)]
 
     # Where nothing asks for an input's gradient, effects go with W: I is empty.
     in_input = ancestors([*(value for value, _ in of_inputs), *effects]) if of_inputs else set()

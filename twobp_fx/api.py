@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from .capture import Inputs, capture_forward
+from .capture import Inputs, attributes, by_value_or_identity, capture_forward
 from .emit import Compiler, Emitter
 from .errors import InputError, PlanError
 from .lower import lower
@@ -20,7 +20,7 @@ from .microbatches import dense, join_gradients, split_batch
 from .program import Role, StageProgram
 from .runtime.call import call_stages
 from .runtime.local import run_plan, worker_threads
-from .runtime.stage import StageRunner
+from .runtime.stage import StageRunner, fresh_seed
 from .schedules import SCHEDULES, ActionKind, Plan, build, load, validate
 
 _CALLABLES = {
@@ -30,6 +30,7 @@ _CALLABLES = {
     ActionKind.B: "backward",
 }
 _PROGRESS_DELAY = 2.0
+_OWN = frozenset({"plan", "_model", "_cut", "_loss_fn", "_emitter", "_devices", "_lowered", "_latest"})
 _CAPTURING = threading.RLock()
 """Tracing and compiling go through state that torch keeps for the whole process: one thread at a time."""
 
@@ -165,8 +166,8 @@ class Pipe(nn.Module):
         self._buffers = model._buffers
         self._modules = model._modules
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
-        self.__dict__["_model"] = model  # not a submodule: its parts are registered here already
         self.plan = plan
+        self._model = model
         self._cut = stages
         self._loss_fn = loss_fn
         self._emitter = emitter
@@ -174,11 +175,25 @@ class Pipe(nn.Module):
         self._lowered: dict[Any, _Lowered] = {}
         self._latest: _Lowered | None = None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. The pipe's own are plain ones, whatever the model's children are called."""
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
     @property
     def model(self) -> nn.Module:
         """The model this pipe was made of."""
-        model: nn.Module = self.__dict__["_model"]
-        return model
+        return self._model
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own state_dict."""
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own load_state_dict."""
+        return self.model.load_state_dict(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Pipe:
         """Set the model to training (or, with False, to evaluation)."""
@@ -232,7 +247,7 @@ class Pipe(nn.Module):
             lowered.output_names,
             parameters=parameters,
             inputs=inputs.tensors,
-            runners=lambda: self._runners(lowered, [[t.detach() for t in inputs.tensors]]),
+            runners=lambda draw: self._runners(lowered, [[t.detach() for t in inputs.tensors]], draw=draw),
         )
         return lowered.outputs.unflatten(outputs)[0]
 
@@ -329,11 +344,11 @@ class Pipe(nn.Module):
         finally:
             torch.set_num_threads(threads)
 
-    def _runners(self, lowered: _Lowered, inputs: list[list[torch.Tensor]]) -> list[StageRunner]:
+    def _runners(self, lowered: _Lowered, inputs: list[list[torch.Tensor]], *, draw: bool = True) -> list[StageRunner]:
         self._move_home(lowered)
         parameters = {name: p.detach() for name, p in self._live_parameters().items()}
         buffers = self._live_buffers()
-        seed = _draw_seed() if any(program.draws for program in lowered.programs) else 0
+        seed = fresh_seed() if draw and any(program.draws for program in lowered.programs) else 0
         return [
             StageRunner(
                 program,
@@ -366,26 +381,18 @@ class Pipe(nn.Module):
                 torch.autograd.backward([tensor], [torch.stack(wholes).sum(0)])
 
 
-def _draw_seed() -> int:
-    """A fresh seed from torch's default generator: the same after the same torch.manual_seed, another at every step."""
-    return int(torch.randint(2**63 - 1, ()))
-
-
 def _signature(inputs: Inputs) -> Any:
     """What a capture depends on in the arguments, as a dictionary key."""
     tensors = tuple((tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in inputs.tensors)
-    rest = tuple((type(leaf), leaf if isinstance(leaf, (bool, int, float, str)) else id(leaf)) for leaf in inputs.template)
-    return tensors, rest, inputs.spec
+    return tensors, tuple(by_value_or_identity(leaf) for leaf in inputs.template), inputs.spec
 
 
 def _model_signature(model: nn.Module) -> Any:
-    """What a capture depends on besides the arguments: each module's mode, the parameters' and buffers' layout, autocast."""
-    device_types = {"cpu"} | {parameter.device.type for parameter in model.parameters() if not parameter.is_meta}
+    """What a capture depends on besides the arguments: the model's attributes, the layout of its state, autocast."""
+    state = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    device_types = {"cpu"} | {tensor.device.type for _, tensor in state if not tensor.is_meta}
     return (
-        tuple(module.training for module in model.modules()),
-        tuple(
-            (name, tuple(p.shape), p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)
-        ),
-        tuple((name, tuple(b.shape), b.dtype, b.device) for name, b in model.named_buffers(remove_duplicate=False)),
+        tuple(attributes(model).items()),
+        tuple((name, tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad) for name, t in state),
         tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in sorted(device_types)),
     )

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from .errors import CaptureError, InputError, TwobpError
 from .passes.cut_stages import Source, SourceKind, StageGraph
-from .passes.graph import outputs, placeholders, storage_key
+from .passes.graph import has_effect, outputs, placeholders, storage_key
 
 _ASSERTIONS = (torch.ops.aten._assert_tensor_metadata.default,)
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
@@ -98,7 +98,9 @@ class _Model(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs, target = self.inputs.unflatten(tensors)
+        before = attributes(self.model)
         result = self.model(*args, **kwargs)
+        _refuse_changed_attributes(before, attributes(self.model))
         if self.want_loss:
             result = loss_of(result) if self.loss_fn is None else self.loss_fn(result, target)
             _check_loss(result, self.loss_fn)
@@ -112,6 +114,65 @@ class _Model(nn.Module):
                 )
         self.recorded.outputs = flat
         return flat.tensors
+
+
+class Identity:
+    """An object by identity, as part of a dictionary key. Keeps it alive, so that no other object can take its place."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def by_value_or_identity(value: object) -> object:
+    """A dictionary key for anything: plain values by type and value, everything else by identity."""
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, tuple):
+        return tuple(by_value_or_identity(item) for item in value)
+    return Identity(value)
+
+
+_MODULE_INTERNALS = frozenset(vars(nn.Module()))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def attributes(model: nn.Module) -> dict[tuple[str, str], object]:
+    """What a forward may depend on besides its arguments and the values of parameters and buffers, as dictionary keys.
+
+    By module FQN and attribute: each module's own identity, mode, hooks, parameters, buffers and plain attributes.
+    """
+    state: dict[tuple[str, str], object] = {}
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        state[fqn, ""] = Identity(module)
+        state[fqn, "training"] = module.training
+        for name in _HOOKS:
+            state[fqn, name] = tuple(Identity(hook) for hook in getattr(module, name).values())
+        for registry in (module._parameters, module._buffers):
+            for name, tensor in registry.items():
+                state[fqn, name] = Identity(tensor)
+        for name, value in vars(module).items():
+            if name not in _MODULE_INTERNALS:
+                state[fqn, name] = by_value_or_identity(value)
+    return state
+
+
+def _refuse_changed_attributes(before: dict[tuple[str, str], object], after: dict[tuple[str, str], object]) -> None:
+    for key in before.keys() | after.keys():
+        if before.get(key) != after.get(key):
+            fqn, name = key
+            raise CaptureError(
+                f"The model's forward assigns to attribute '{name}' of module '{fqn}'. A captured forward runs no Python, so the "
+                "attribute would stay as it is. Keep such state in a buffer and update it in place (buffer.add_(1)), or assign it "
+                "outside of the forward."
+            )
 
 
 def loss_of(result: Any) -> Any:
@@ -181,11 +242,22 @@ def capture_forward(
             module.graph.erase_node(node)
         elif stack := node.meta.get("nn_module_stack"):
             node.meta["nn_module_stack"] = {key: (_strip(path), cls) for key, (path, cls) in stack.items() if path != ""}
-    module.graph.eliminate_dead_code()
+    module.graph.eliminate_dead_code(has_effect)
     module.recompile()
+    _refuse_unseen_parameters(exported.constants)
     constants = {name: value for name, value in exported.constants.items() if isinstance(value, torch.Tensor)}
     names = tuple(node.name for node in outputs(module.graph))
     return Captured(module, returned, names, constants)
+
+
+def _refuse_unseen_parameters(constants: Mapping[str, Any]) -> None:
+    for name, value in constants.items():
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise CaptureError(
+                f"The forward reads a tensor of shape {list(value.shape)} that requires a gradient and is no parameter of the "
+                f"model ({_strip(name)}): it would get none. Register it as a parameter of the model (or pass a loss_fn that is a module), "
+                "or detach it."
+            )
 
 
 class _RefuseTensorHooks(TorchFunctionMode):
@@ -213,7 +285,6 @@ def _refuse_gradients_export_drops(model: nn.Module) -> Iterator[None]:
                 f"Module '{_strip(name)}' ({type(module).__name__}) has a backward hook, which would never run: a captured graph "
                 "holds operators alone. Remove the hook, or hook the parameters instead (parameter.register_hook)."
             )
-    original = torch.autograd.Function.__dict__["apply"]
     capturing = threading.get_ident()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -223,14 +294,16 @@ def _refuse_gradients_export_drops(model: nn.Module) -> Iterator[None]:
                 "keeps its forward and drops its backward, so its gradient would be wrong. Make it a custom operator instead "
                 "(torch.library.custom_op with register_autograd), whose backward is kept."
             )
-        return original.__get__(None, cls)(*args, **kwargs)
+        return super(base, cls).apply(*args, **kwargs)
 
-    setattr(torch.autograd.Function, "apply", classmethod(apply))  # noqa: B010  (a plain assignment is no method's type)
+    # One class above Function, where every call passes: also that of an `apply` which was bound before.
+    base: Any = torch.autograd.Function.__mro__[1]
+    setattr(base, "apply", classmethod(apply))  # noqa: B010  (a plain assignment is no method's type)
     try:
         with _RefuseTensorHooks():
             yield
     finally:
-        setattr(torch.autograd.Function, "apply", original)  # noqa: B010
+        delattr(base, "apply")
 
 
 def _caller() -> str:
@@ -255,7 +328,8 @@ def _as_if_on(
         registries += [child._parameters, child._buffers]
     held = [value for registry in registries for value in registry.values() if value is not None]
     if device is None and not any(tensor.is_meta for tensor in (*held, *inputs)):
-        yield inputs
+        # Tensors of their own: export confuses one tensor given twice, and takes no result of another graph or of inference mode.
+        yield tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs)
         return
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, torch.Tensor] = {}
@@ -274,7 +348,7 @@ def _as_if_on(
     try:
         for registry, values in kept:
             registry.update({name: fake(value) for name, value in values.items() if value is not None})
-        yield tuple(fake(tensor) for tensor in inputs)
+        yield tuple(fake(tensor.detach().requires_grad_(tensor.requires_grad)) for tensor in inputs)
     finally:
         for registry, values in kept:
             registry.update(values)

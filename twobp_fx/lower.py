@@ -10,7 +10,7 @@ from torch import fx
 
 from .capture import Captured, CapturedStage, capture_stage
 from .emit import Emitter
-from .errors import InputError
+from .errors import InputError, SplitError
 from .passes.aot import (
     BufferAOTInput,
     InputMutationAOTOutput,
@@ -23,6 +23,7 @@ from .passes.aot import (
 from .passes.cut_stages import Source, SourceKind, StageGraph, cut_stages
 from .passes.graph import (
     ancestors,
+    describe,
     is_random,
     module_fqn,
     operations,
@@ -30,6 +31,8 @@ from .passes.graph import (
     outputs,
     placeholders,
     storage_bytes,
+    storage_owners,
+    written_arguments,
 )
 from .passes.partition_joint import partition_joint
 from .passes.place_stage import place_stage
@@ -54,7 +57,7 @@ def lower(
     model was captured on the first. Raises CutError, CaptureError, SplitError, InputError.
     """
     cut = cut_stages(captured.module, stages)
-    _refuse_buffers_written_by_one_stage_and_read_by_another(cut)
+    _refuse_unsafe_writes(cut)
     programs: list[StageProgram] = []
     received: dict[str, torch.Tensor] = {}
     for stage in cut:
@@ -88,24 +91,32 @@ def _elsewhere(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     return moved.requires_grad_(value.requires_grad)
 
 
-def _refuse_buffers_written_by_one_stage_and_read_by_another(cut: Iterable[StageGraph]) -> None:
-    from .passes.graph import describe, written_arguments
-
+def _refuse_unsafe_writes(cut: Iterable[StageGraph]) -> None:
+    """Refuse writes in place into arguments and parameters, and into buffers that another stage reads."""
     readers: dict[str, set[int]] = {}
     writers: dict[str, tuple[int, fx.Node]] = {}
     for stage in cut:
-        for node in placeholders(stage.module.graph):
+        graph = stage.module.graph
+        for node in placeholders(graph):
             if node.meta["source"].kind is SourceKind.BUFFER:
                 readers.setdefault(node.meta["source"].key, set()).add(stage.index)
-        for node in operations(stage.module.graph):
-            for argument in written_arguments(node):
-                source = argument.meta.get("source")
-                if isinstance(source, Source) and source.kind is SourceKind.INPUT:
+        owners = storage_owners(graph)
+        for node in operations(graph):
+            for owner in {owner for argument in written_arguments(node) for owner in owners[argument]}:
+                source = owner.meta.get("source")
+                if not isinstance(source, Source):
+                    continue
+                if source.kind is SourceKind.INPUT:
                     raise InputError(
                         f"{describe(node)} writes in place into an argument of the model. Micro-batches are views of the "
                         "batch, so this would change the caller's tensors. Clone the argument first."
                     )
-                if isinstance(source, Source) and source.kind is SourceKind.BUFFER:
+                if source.kind is SourceKind.PARAMETER:
+                    raise InputError(
+                        f"{describe(node)} writes in place into parameter '{source.key}'. With several micro-batches under way "
+                        "their gradients would belong to different values of it. Change parameters between steps."
+                    )
+                if source.kind is SourceKind.BUFFER:
                     writers[source.key] = (stage.index, node)
     for key, (writer, node) in writers.items():
         if readers[key] != {writer}:
@@ -115,9 +126,19 @@ def _refuse_buffers_written_by_one_stage_and_read_by_another(cut: Iterable[Stage
             )
 
 
+def _refuse_sparse_gradients(backward: fx.GraphModule) -> None:
+    for node, of in gradients(backward.graph):
+        if node.meta["val"].layout is not torch.strided:
+            raise SplitError(
+                f"{describe(node)} computes a sparse gradient ({of}), which cannot be summed over micro-batches yet. Use a dense one: "
+                "for an embedding, sparse=False."
+            )
+
+
 def lower_stage(stage: StageGraph, traced: CapturedStage, differentiable: frozenset[str], emitter: Emitter) -> StageProgram:
     """One stage's program from its joint graph. Passes in order: partition_joint, unfuse_backward, split_backward."""
     parts = partition_joint(traced.joint)
+    _refuse_sparse_gradients(parts.backward)
     unfuse_backward(parts.backward)
     split = split_backward(parts.backward)
     graphs = StageGraphs(parts.forward, split.backward_input, split.backward_weight, parts.backward)

@@ -42,9 +42,13 @@ def split_batch(inputs: Inputs, count: int) -> list[tuple[torch.Tensor, ...]]:
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a copy if it is expanded (several elements in one place): graphs are compiled for real strides."""
-    expanded = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    return tensor.contiguous() if expanded else tensor
+    """The tensor itself, or a copy if it has gaps or overlaps: graphs are compiled for tensors that fill their memory once."""
+    filled = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1):
+        if stride != filled:
+            return tensor.contiguous()
+        filled *= size
+    return tensor
 
 
 def batch_sizes(inputs: Inputs) -> dict[str, int]:

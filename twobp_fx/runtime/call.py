@@ -18,7 +18,7 @@ def call_stages(
     *,
     parameters: Mapping[str, torch.Tensor],
     inputs: Sequence[torch.Tensor],
-    runners: Callable[[], list[StageRunner]],
+    runners: Callable[[bool], list[StageRunner]],
 ) -> tuple[torch.Tensor, ...]:
     """The outputs of the last stage, differentiable with respect to `parameters` and `inputs`.
 
@@ -39,7 +39,7 @@ class _Call:
         output_names: tuple[str, ...],
         parameters: tuple[str, ...],
         inputs: int,
-        runners: Callable[[], list[StageRunner]],
+        runners: Callable[[bool], list[StageRunner]],
     ) -> None:
         self.programs = programs
         self.output_names = output_names
@@ -54,7 +54,7 @@ class _PipeCall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run every F. What the stages hold is saved through autograd, which then notices when it is overwritten."""
-        runners = call.runners()
+        runners = call.runners(True)
         values: dict[str, torch.Tensor] = {}
         for runner in runners:
             values = runner.forward(0, values)
@@ -74,7 +74,7 @@ class _PipeCall(torch.autograd.Function):
         """Run every B, last stage first."""
         call: _Call = ctx.call
         saved = iter(ctx.saved_tensors)
-        runners = call.runners()
+        runners = call.runners(False)  # a backward draws nothing
         for runner, names in zip(runners, ctx.names, strict=True):
             runner.resume(0, {name: next(saved) for name in names})
         values: dict[str, torch.Tensor | None] = {}

@@ -172,7 +172,10 @@ def run_plan(
     torch.set_num_threads(caller_threads)  # the workers' calls changed what threads started later would get
     if step.failure is not None:
         action, error = step.failure
+        step.failure = None  # the error's traceback leads back here: without this they would keep each other, and all values, alive
         runner = runners[action.stage]
+        for each in runners:
+            each.clear()
         raise StageError(
             f"Stage {action.stage} ({runner.program.modules}) raised at action {action} of plan '{plan.name}': "
             f"{type(error).__name__}: {error}\nNo gradient was changed; buffers may have seen some of the micro-batches. "

@@ -112,6 +112,12 @@ class StageRunner:
         self._accumulate(signature, results, held)
         return self._input_gradients(microbatch, signature, results, tangents)
 
+    def clear(self) -> None:
+        """Let go of everything that was held or summed up."""
+        self._held.clear()
+        self.gradients.clear()
+        self.input_gradients.clear()
+
     def release(self, microbatch: int) -> dict[str, torch.Tensor]:
         """Give away what a micro-batch holds after F, by name."""
         return self._held.pop(microbatch).values
@@ -236,6 +242,15 @@ def _draws(program: StageProgram, seed: int, microbatch: int) -> Iterator[None]:
             for device in devices:
                 torch.get_device_module(device).manual_seed(derive_seed(seed, program.index, microbatch))
             yield
+
+
+def fresh_seed() -> int:
+    """A seed from torch's default generator: the same after the same torch.manual_seed, another at every call.
+
+    Never drawn while a stage has the generator in a state of its own.
+    """
+    with _RANDOM_STATE:
+        return int(torch.randint(2**63 - 1, ()))
 
 
 def derive_seed(seed: int, stage: int, microbatch: int) -> int:
