@@ -232,6 +232,11 @@ def source_line(node: fx.Node) -> str:
     return f"{theirs[-1][0]}:{theirs[-1][1]}" if theirs else ""
 
 
+def writer(node: fx.Node) -> fx.Node:
+    """The node that writes: for a higher-order operator, the first one in its bodies that does."""
+    return next((writer(each) for body in bodies(node) for each in operations(body.graph) if written_arguments(each)), node)
+
+
 def describe(node: fx.Node) -> str:
     """One line for an error message: node, operator, module FQN and source line."""
     fqn, line = module_fqn(node), source_line(node)

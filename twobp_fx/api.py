@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 from tqdm import tqdm
 
-from .capture import Inputs, attributes, by_value_or_identity, capture_forward
+from .capture import LOSS_PREFIX, Inputs, attributes, by_value_or_identity, capture_forward
 from .emit import Compiler, Emitter
 from .errors import InputError, PlanError
 from .lower import lower
@@ -68,11 +69,19 @@ def compile(
             raise InputError("stages= is missing: say how many, or the module FQNs at which a new stage begins.")
         whole = model
     else:
+        whole, names = _chain(model)
         if stages is not None:
             raise InputError("A sequence of modules has one stage a module: leave stages= out.")
-        whole, stages = _chain(model)
-    if isinstance(stages, bool) or (isinstance(stages, int) and stages < 1) or isinstance(stages, str):
-        raise InputError(f"stages={stages!r}: give a positive number, or a list of module FQNs at which a new stage begins.")
+        stages = names
+    _check_stages(stages)
+    if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
+        raise InputError(
+            f"loss_fn={loss_fn!r} is no function (output, target) -> loss. Of a class pass an instance: {_example(loss_fn)}."
+        )
+    if not isinstance(example_args, (tuple, list, type(None))):
+        raise InputError(f"example_args must be a tuple of arguments, not a {type(example_args).__name__}: (x,) for one.")
+    if not isinstance(example_kwargs, (Mapping, type(None))):
+        raise InputError(f"example_kwargs must be a mapping from names to arguments, not a {type(example_kwargs).__name__}.")
     count = stages if isinstance(stages, int) else len(stages) + 1
     plan = _plan(schedule, count, microbatches, split_backward)
     pipe = Pipe(
@@ -99,11 +108,23 @@ class _Chain(nn.Sequential):
         return args[0] if len(args) == 1 else args
 
 
-def _chain(modules: Iterable[nn.Module]) -> tuple[nn.Module, tuple[str, ...]]:
-    given = list(modules)
+def _chain(modules: object) -> tuple[nn.Module, tuple[str, ...]]:
+    given = list(modules) if isinstance(modules, Sequence) and not isinstance(modules, str) else []
     if not given or not all(isinstance(module, nn.Module) for module in given):
-        raise InputError("model must be a torch.nn.Module, or a sequence of at least one of them.")
+        raise InputError(f"model must be a torch.nn.Module, or a sequence of at least one of them, not {modules!r}.")
     return _Chain(*given), tuple(str(i) for i in range(1, len(given)))
+
+
+def _check_stages(stages: object) -> None:
+    if isinstance(stages, int) and not isinstance(stages, bool) and stages >= 1:
+        return
+    if isinstance(stages, Sequence) and not isinstance(stages, str) and all(isinstance(fqn, str) for fqn in stages):
+        return
+    raise InputError(f"stages={stages!r}: give a positive number, or a list of module FQNs at which a new stage begins.")
+
+
+def _example(loss_fn: object) -> str:
+    return f"{loss_fn.__name__}()" if isinstance(loss_fn, type) else "torch.nn.MSELoss()"
 
 
 def _plan(schedule: str | Plan | os.PathLike[str], stages: int, microbatches: int | None, split_backward: bool) -> Plan:
@@ -111,8 +132,10 @@ def _plan(schedule: str | Plan | os.PathLike[str], stages: int, microbatches: in
         plan = schedule
     elif isinstance(schedule, str) and (schedule in SCHEDULES or not schedule.endswith(".csv")):
         plan = build(schedule, ranks=stages, microbatches=microbatches, split_backward=split_backward)
-    else:
+    elif isinstance(schedule, (str, os.PathLike)):
         plan = load(schedule)
+    else:
+        raise PlanError(f"schedule={schedule!r} is neither a schedule's name, nor a Plan, nor the path of a CSV.")
     validate(plan)
     if plan.stages != stages:
         raise PlanError(f"Plan '{plan.name}' has {plan.stages} stages, and the model is to be cut into {stages}.")
@@ -127,7 +150,10 @@ def _devices(devices: Sequence[torch.device | str] | None, ranks: int) -> tuple[
             return None
         kind, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
         return tuple(torch.device(f"{kind}:{rank * count // ranks}") for rank in range(ranks))
-    given = tuple(torch.device(device) for device in devices)
+    try:
+        given = tuple(torch.device(device) for device in ([] if isinstance(devices, (str, torch.device)) else devices))
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"devices={devices!r} must be a list of torch devices, one a rank: {str(error).splitlines()[0]}") from None
     if len(given) != ranks:
         raise InputError(f"devices= names {len(given)} devices, and the plan has {ranks} ranks: give one a rank.")
     return given
@@ -217,12 +243,12 @@ class Pipe(nn.Module):
         Raises InputError before anything runs if the batch does not split evenly; StageError if a stage raises, and then no
         gradient has changed.
         """
-        self._check_ready()
         if target is not None and self._loss_fn is None:
             raise InputError("target= was given, but no loss_fn: pass loss_fn= to twobp_fx.compile, or give the model its labels.")
         if not torch.is_grad_enabled():
             raise InputError("pipe.step computes gradients and was called under no_grad. For the outputs alone call pipe(...).")
         inputs = Inputs.flatten(args, kwargs, target)
+        self._check_ready(inputs)
         microbatches = split_batch(inputs, self.plan.microbatches)
         first = replace(inputs, tensors=microbatches[0])
         lowered = self._latest = self._lower(first, want_loss=True)
@@ -237,8 +263,8 @@ class Pipe(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output for the whole batch, run stage by stage; differentiable once, like any module call."""
-        self._check_ready()
         given = Inputs.flatten(args, kwargs, None)
+        self._check_ready(given)
         inputs = replace(given, tensors=tuple(dense(tensor) for tensor in given.tensors))
         lowered = self._lower(inputs, want_loss=False)
         parameters = dict(self.model.named_parameters())
@@ -251,8 +277,15 @@ class Pipe(nn.Module):
         )
         return lowered.outputs.unflatten(outputs)[0]
 
-    def _check_ready(self) -> None:
+    def _check_ready(self, inputs: Inputs) -> None:
+        for path, tensor in zip(inputs.paths, inputs.tensors, strict=True):
+            if tensor.is_meta:
+                raise InputError(f"Argument {path} is on the meta device and has no data. Pass a real tensor.")
         for name, parameter in self.model.named_parameters():
+            if isinstance(parameter, UninitializedParameter):
+                raise InputError(
+                    f"Parameter '{name}' of a lazy module has no shape yet. Call the model once on a batch, then compile it."
+                )
             if parameter.is_meta:
                 raise InputError(
                     f"Parameter '{name}' is on the meta device: the model can be captured and printed, not run. Materialize it "
@@ -315,13 +348,13 @@ class Pipe(nn.Module):
     def _live_parameters(self) -> dict[str, nn.Parameter]:
         parameters = dict(self.model.named_parameters())
         if isinstance(self._loss_fn, nn.Module):
-            parameters |= {f"loss_fn.{name}": p for name, p in self._loss_fn.named_parameters()}
+            parameters |= {LOSS_PREFIX + name: p for name, p in self._loss_fn.named_parameters()}
         return parameters
 
     def _live_buffers(self) -> dict[str, torch.Tensor]:
         buffers = dict(self.model.named_buffers())
         if isinstance(self._loss_fn, nn.Module):
-            buffers |= {f"loss_fn.{name}": b for name, b in self._loss_fn.named_buffers()}
+            buffers |= {LOSS_PREFIX + name: b for name, b in self._loss_fn.named_buffers()}
         return buffers
 
     def _compile(self, lowered: _Lowered) -> None:
@@ -371,6 +404,8 @@ class Pipe(nn.Module):
                     if name in other.gradients:
                         gradient = gradient + other.gradients.pop(name).to(gradient.device)
                 torch.autograd.backward([parameters[name]], [gradient])
+        roots: list[torch.Tensor] = []
+        totals: list[torch.Tensor] = []
         for position, tensor in enumerate(inputs.tensors):
             parts = [
                 [gradients[str(position)] for _, gradients in sorted(runner.input_gradients.items()) if str(position) in gradients]
@@ -378,7 +413,10 @@ class Pipe(nn.Module):
             ]
             wholes = [join_gradients(part, tensor).to(tensor.device) for part in parts if part]
             if wholes:
-                torch.autograd.backward([tensor], [torch.stack(wholes).sum(0)])
+                roots.append(tensor)
+                totals.append(torch.stack(wholes).sum(0))
+        if roots:  # all at once: they may come out of one graph
+            torch.autograd.backward(roots, totals)
 
 
 def _signature(inputs: Inputs) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.fx.traceback
 from torch import fx, nn
+from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
@@ -24,6 +25,8 @@ from .errors import CaptureError, InputError, TwobpError
 from .passes.cut_stages import Source, SourceKind, StageGraph
 from .passes.graph import has_effect, outputs, placeholders, storage_key
 
+LOSS_PREFIX = "(loss_fn)."
+"""Before the FQNs of a loss module's parameters and buffers: no model's FQN begins like this."""
 _ASSERTIONS = (torch.ops.aten._assert_tensor_metadata.default,)
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 
@@ -99,11 +102,12 @@ class _Model(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs, target = self.inputs.unflatten(tensors)
         before = attributes(self.model)
-        result = self.model(*args, **kwargs)
+        with _Strict():
+            result = self.model(*args, **kwargs)
+            if self.want_loss:
+                result = loss_of(result) if self.loss_fn is None else self.loss_fn(result, target)
+                _check_loss(result, self.loss_fn)
         _refuse_changed_attributes(before, attributes(self.model))
-        if self.want_loss:
-            result = loss_of(result) if self.loss_fn is None else self.loss_fn(result, target)
-            _check_loss(result, self.loss_fn)
         flat = Inputs.flatten(result)
         for leaf in flat.template:
             if leaf is not _SLOT and not isinstance(leaf, _PLAIN):
@@ -166,8 +170,10 @@ def attributes(model: nn.Module) -> dict[tuple[str, str], object]:
 
 def _refuse_changed_attributes(before: dict[tuple[str, str], object], after: dict[tuple[str, str], object]) -> None:
     for key in before.keys() | after.keys():
+        fqn, name = key
+        if key not in before and isinstance(after[key], Identity):
+            continue  # made by this forward, say for the loss to read: no forward can have relied on an earlier one
         if before.get(key) != after.get(key):
-            fqn, name = key
             raise CaptureError(
                 f"The model's forward assigns to attribute '{name}' of module '{fqn}'. A captured forward runs no Python, so the "
                 "attribute would stay as it is. Keep such state in a buffer and update it in place (buffer.add_(1)), or assign it "
@@ -220,6 +226,7 @@ def capture_forward(
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(_same, _same),
             _refuse_gradients_export_drops(wrapped),
             _as_if_on(device, wrapped, inputs.tensors) as tensors,
         ):
@@ -244,26 +251,31 @@ def capture_forward(
             node.meta["nn_module_stack"] = {key: (_strip(path), cls) for key, (path, cls) in stack.items() if path != ""}
     module.graph.eliminate_dead_code(has_effect)
     module.recompile()
-    _refuse_unseen_parameters(exported.constants)
     constants = {name: value for name, value in exported.constants.items() if isinstance(value, torch.Tensor)}
     names = tuple(node.name for node in outputs(module.graph))
     return Captured(module, returned, names, constants)
 
 
-def _refuse_unseen_parameters(constants: Mapping[str, Any]) -> None:
-    for name, value in constants.items():
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            raise CaptureError(
-                f"The forward reads a tensor of shape {list(value.shape)} that requires a gradient and is no parameter of the "
-                f"model ({_strip(name)}): it would get none. Register it as a parameter of the model (or pass a loss_fn that is a module), "
-                "or detach it."
-            )
+_DATA: Any = vars(torch._C.TensorBase)["data"].__get__
 
 
-class _RefuseTensorHooks(TorchFunctionMode):
-    """Refuses gradient hooks that a forward registers on its tensors: torch.export would drop them in silence."""
+class _Strict(TorchFunctionMode):
+    """Watches a forward for what torch.export would lose in silence.
+
+    Refuses gradient hooks on tensors, and tensors that require a gradient and are none of the model's (those are fake while it is
+    captured). Reads `.data` as `.detach()`, which is traced: a write through it reaches the graph.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DATA:
+            return args[0].detach()
+        for value in pytree.tree_leaves((args, kwargs)):
+            if type(value) in (torch.Tensor, nn.Parameter) and value.requires_grad:
+                raise CaptureError(
+                    f"The forward reads a tensor of shape {list(value.shape)} that requires a gradient and is no parameter of the "
+                    f"model, {_caller()}: it would get none. Register it as a parameter of the model (for a loss: pass a "
+                    "module as loss_fn), or detach it."
+                )
         if func in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook):
             raise CaptureError(
                 f"The model's forward calls {func.__name__} on a tensor, {_caller()}. Such a hook would never run: a captured "
@@ -300,8 +312,7 @@ def _refuse_gradients_export_drops(model: nn.Module) -> Iterator[None]:
     base: Any = torch.autograd.Function.__mro__[1]
     setattr(base, "apply", classmethod(apply))  # noqa: B010  (a plain assignment is no method's type)
     try:
-        with _RefuseTensorHooks():
-            yield
+        yield
     finally:
         delattr(base, "apply")
 
@@ -390,7 +401,9 @@ def _canonical_names(module: nn.Module) -> dict[str, str]:
 
 
 def _strip(path: str) -> str:
-    """The user's own FQN: without the name under which the wrapper holds the model."""
+    """The user's own FQN: without the name under which the wrapper holds the model. A loss module's are apart from the model's."""
+    if path == "loss_fn" or path.startswith("loss_fn."):
+        return LOSS_PREFIX + path.removeprefix("loss_fn").removeprefix(".")
     return "" if path == "model" else path.removeprefix("model.")
 
 
@@ -486,6 +499,9 @@ def capture_stage(
         with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings(), contextlib.ExitStack() as stack:
             # torch's own word that an operator has no derivative and its gradient would be dropped: an error here.
             warnings.filterwarnings("error", message=".*an autograd kernel was not registered", category=UserWarning)
+            # As the user calls backward() outside of autocast, or no cast is made twice: eager's own way.
+            stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))  # not the caller's: nothing is saved here
             with _fake_mode(stage.module):
                 sent = module.find_aliases(inputs)
             stack.enter_context(torch.fx.traceback.preserve_node_meta())
@@ -495,6 +511,10 @@ def capture_stage(
     except Exception as error:
         raise CaptureError(f"Stage {stage.index} could not be traced: {_first_lines(error)}") from error
     return CapturedStage(joint, module.sources, sources, dict(zip(stage.computes, sent, strict=True)))
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _fake_mode(module: fx.GraphModule) -> Any:

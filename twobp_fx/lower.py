@@ -32,6 +32,7 @@ from .passes.graph import (
     placeholders,
     storage_bytes,
     storage_owners,
+    writer,
     written_arguments,
 )
 from .passes.partition_joint import partition_joint
@@ -108,20 +109,20 @@ def _refuse_unsafe_writes(cut: Iterable[StageGraph]) -> None:
                     continue
                 if source.kind is SourceKind.INPUT:
                     raise InputError(
-                        f"{describe(node)} writes in place into an argument of the model. Micro-batches are views of the "
+                        f"{describe(writer(node))} writes in place into an argument of the model. Micro-batches are views of the "
                         "batch, so this would change the caller's tensors. Clone the argument first."
                     )
                 if source.kind is SourceKind.PARAMETER:
                     raise InputError(
-                        f"{describe(node)} writes in place into parameter '{source.key}'. With several micro-batches under way "
-                        "their gradients would belong to different values of it. Change parameters between steps."
+                        f"{describe(writer(node))} writes in place into parameter '{source.key}'. With several micro-batches on "
+                        "their way, gradients would belong to different values of it. Change parameters between steps."
                     )
                 if source.kind is SourceKind.BUFFER:
                     writers[source.key] = (stage.index, node)
-    for key, (writer, node) in writers.items():
-        if readers[key] != {writer}:
+    for key, (stage_index, node) in writers.items():
+        if readers[key] != {stage_index}:
             raise InputError(
-                f"Buffer '{key}' is written by stage {writer} ({describe(node)}) and read by stages {sorted(readers[key])}. "
+                f"Buffer '{key}' is written by stage {stage_index} ({describe(writer(node))}), read by stages {sorted(readers[key])}. "
                 "With several micro-batches under way its value there would depend on timing. Cut so that one stage holds it."
             )
 
@@ -130,8 +131,8 @@ def _refuse_sparse_gradients(backward: fx.GraphModule) -> None:
     for node, of in gradients(backward.graph):
         if node.meta["val"].layout is not torch.strided:
             raise SplitError(
-                f"{describe(node)} computes a sparse gradient ({of}), which cannot be summed over micro-batches yet. Use a dense one: "
-                "for an embedding, sparse=False."
+                f"{describe(node)} computes a sparse gradient ({of}), which cannot be summed over micro-batches yet. Use a dense "
+                "one: for an embedding, sparse=False."
             )
 
 

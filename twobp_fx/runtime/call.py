@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,8 +57,9 @@ class _PipeCall(torch.autograd.Function):
         """Run every F. What the stages hold is saved through autograd, which then notices when it is overwritten."""
         runners = call.runners(True)
         values: dict[str, torch.Tensor] = {}
-        for runner in runners:
-            values = runner.forward(0, values)
+        with _as_traced(call.programs):
+            for runner in runners:
+                values = runner.forward(0, values)
         held = [runner.release(0) for runner in runners]
         ctx.call = call
         ctx.names = [tuple(part) for part in held]
@@ -82,8 +84,9 @@ class _PipeCall(torch.autograd.Function):
             if tangent is not None:
                 before = values.get(name)
                 values[name] = tangent if before is None else before + tangent
-        for runner in reversed(runners):
-            values = runner.backward(0, values)
+        with _as_traced(call.programs):
+            for runner in reversed(runners):
+                values = runner.backward(0, values)
         return (
             None,
             *(_total(runner.gradients.get(name) for runner in runners) for name in call.parameters),
@@ -92,6 +95,16 @@ class _PipeCall(torch.autograd.Function):
                 for position in range(call.inputs)
             ),
         )
+
+
+@contextlib.contextmanager
+def _as_traced(programs: Sequence[StageProgram]) -> Iterator[None]:
+    """No autocast of the caller's: the graphs hold the casts that it made when they were traced."""
+    kinds = {"cpu"} | {value.device.type for program in programs for value in program.signatures["forward"].takes}
+    with contextlib.ExitStack() as stack:
+        for kind in kinds - {"meta"}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def _total(parts: Any) -> torch.Tensor | None:

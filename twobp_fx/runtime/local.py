@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -159,17 +160,19 @@ def run_plan(
     step = _Step(plan, runners, loss, loss_gradient)
     caller_threads = torch.get_num_threads()
     threads = worker_threads(len(plan.ranks))
-    workers = [
-        threading.Thread(
-            target=step.work,
-            args=(rank, None if devices is None else devices[rank], threads),
-            name=f"twobp rank {rank}",
-            daemon=True,
-        )
-        for rank in range(len(plan.ranks))
-    ]
-    _run_all(workers, step.mailbox.abort)
-    torch.set_num_threads(caller_threads)  # the workers' calls changed what threads started later would get
+    with ThreadPoolExecutor(len(plan.ranks), thread_name_prefix="twobp rank") as pool:
+        try:
+            wait(
+                [
+                    pool.submit(step.work, rank, None if devices is None else devices[rank], threads)
+                    for rank in range(len(plan.ranks))
+                ]
+            )
+        except BaseException:  # Ctrl-C, most likely: leaving the pool waits for the workers, and nothing makes them wait any more
+            step.mailbox.abort()
+            raise
+        finally:
+            torch.set_num_threads(caller_threads)  # the workers' calls changed what threads started later would get
     if step.failure is not None:
         action, error = step.failure
         step.failure = None  # the error's traceback leads back here: without this they would keep each other, and all values, alive
@@ -184,19 +187,3 @@ def run_plan(
             stage=action.stage,
         ) from error
     return [step.losses[microbatch] for microbatch in range(plan.microbatches)]
-
-
-def _run_all(workers: Sequence[threading.Thread], abort: Callable[[], None]) -> None:
-    started: list[threading.Thread] = []
-    try:
-        for worker in workers:
-            worker.start()
-            started.append(worker)
-        for worker in started:
-            while worker.is_alive():
-                worker.join(timeout=0.2)  # short, so that an interrupt is seen
-    except BaseException:
-        abort()
-        for worker in started:
-            worker.join()
-        raise
