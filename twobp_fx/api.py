@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import is_lazy
 from tqdm import tqdm
 
 from .capture import LOSS_PREFIX, Inputs, attributes, by_value_or_identity, capture_forward
@@ -281,15 +281,13 @@ class Pipe(nn.Module):
         for path, tensor in zip(inputs.paths, inputs.tensors, strict=True):
             if tensor.is_meta:
                 raise InputError(f"Argument {path} is on the meta device and has no data. Pass a real tensor.")
-        for name, parameter in self.model.named_parameters():
-            if isinstance(parameter, UninitializedParameter):
+        for name, tensor in (self._live_parameters() | self._live_buffers()).items():
+            if is_lazy(tensor):
+                raise InputError(f"'{name}' of a lazy module has no shape yet. Call the model once on a batch, then compile it.")
+            if tensor.is_meta:
                 raise InputError(
-                    f"Parameter '{name}' of a lazy module has no shape yet. Call the model once on a batch, then compile it."
-                )
-            if parameter.is_meta:
-                raise InputError(
-                    f"Parameter '{name}' is on the meta device: the model can be captured and printed, not run. Materialize it "
-                    "first (model.to_empty(device=...), then initialize or load its weights)."
+                    f"'{name}' is on the meta device: the model can be captured and printed, not run. Materialize it first "
+                    "(model.to_empty(device=...), then initialize or load its weights)."
                 )
 
     def _capture_example(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -301,7 +299,7 @@ class Pipe(nn.Module):
         self._latest = self._lower(Inputs.flatten(args, kwargs, target), want_loss=True)
 
     def _lower(self, inputs: Inputs, *, want_loss: bool) -> _Lowered:
-        key = (want_loss, _signature(inputs), _model_signature(self.model))
+        key = (want_loss, _signature(inputs), *self._state_signature())
         with _CAPTURING:
             if key in self._lowered:
                 return self._lowered[key]
@@ -324,6 +322,22 @@ class Pipe(nn.Module):
             self._lowered[key] = _Lowered(programs, captured.outputs, captured.output_names, captured.constants)
             return self._lowered[key]
 
+    def _state_signature(self) -> tuple[Any, ...]:
+        """What a capture depends on besides the arguments: attributes, the layout of parameters and buffers, autocast."""
+        modules = [self.model, *([self._loss_fn] if isinstance(self._loss_fn, nn.Module) else [])]
+        state = [
+            (name, tensor)
+            for module in modules
+            for named in (module.named_parameters, module.named_buffers)
+            for name, tensor in named(remove_duplicate=False)
+        ]
+        kinds = {"cpu"} | {tensor.device.type for _, tensor in state if not tensor.is_meta}
+        return (
+            tuple(tuple(attributes(module).items()) for module in modules),
+            tuple((name, tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad) for name, t in state),
+            tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds)),
+        )
+
     def _stage_devices(self) -> list[torch.device] | None:
         if self._devices is None:
             return None
@@ -345,8 +359,8 @@ class Pipe(nn.Module):
                         if tensor.grad is not None:
                             tensor.grad = tensor.grad.to(value.device)
 
-    def _live_parameters(self) -> dict[str, nn.Parameter]:
-        parameters = dict(self.model.named_parameters())
+    def _live_parameters(self) -> dict[str, torch.Tensor]:
+        parameters: dict[str, torch.Tensor] = dict(self.model.named_parameters())
         if isinstance(self._loss_fn, nn.Module):
             parameters |= {LOSS_PREFIX + name: p for name, p in self._loss_fn.named_parameters()}
         return parameters
@@ -423,14 +437,3 @@ def _signature(inputs: Inputs) -> Any:
     """What a capture depends on in the arguments, as a dictionary key."""
     tensors = tuple((tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in inputs.tensors)
     return tensors, tuple(by_value_or_identity(leaf) for leaf in inputs.template), inputs.spec
-
-
-def _model_signature(model: nn.Module) -> Any:
-    """What a capture depends on besides the arguments: the model's attributes, the layout of its state, autocast."""
-    state = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    device_types = {"cpu"} | {tensor.device.type for _, tensor in state if not tensor.is_meta}
-    return (
-        tuple(attributes(model).items()),
-        tuple((name, tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad) for name, t in state),
-        tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in sorted(device_types)),
-    )

@@ -256,7 +256,7 @@ def capture_forward(
     return Captured(module, returned, names, constants)
 
 
-_DATA: Any = vars(torch._C.TensorBase)["data"].__get__
+_DATA: Any = vars(torch._C.TensorBase)["data"]
 
 
 class _Strict(TorchFunctionMode):
@@ -267,8 +267,13 @@ class _Strict(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DATA:
+        if func == _DATA.__get__:
             return args[0].detach()
+        if func == _DATA.__set__:
+            raise CaptureError(
+                f"The model's forward assigns to `.data` of a tensor, {_caller()}, which a captured forward would lose. Write in "
+                "place into a buffer instead (buffer.copy_(...))."
+            )
         for value in pytree.tree_leaves((args, kwargs)):
             if type(value) in (torch.Tensor, nn.Parameter) and value.requires_grad:
                 raise CaptureError(
