@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from twobp_fx.cli import main
-from twobp_fx.schedules import Plan, build
+from twobp_fx.schedules import SCHEDULES, Plan, build
 
 MODEL = """
 import torch
@@ -240,6 +240,26 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert "makespan 21, longest rank 21, bubble 42.9%" in out  # 3 (2N - 1) and (N - 1) / (2N - 1)
 
 
+@pytest.mark.parametrize("name", list(SCHEDULES))
+def test_plan_of_every_schedule(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = run(capsys, "plan", name, "--ranks", "3")
+    assert f"Plan '{name}': 3 ranks" in out
+
+
+def test_plan_with_chunks(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = run(capsys, "plan", "interleaved-1f1b", "--ranks", "4", "--microbatches", "8", "--chunks", "4", "--unsplit")
+    assert "4 ranks, 16 stages" in out
+    assert "makespan 105, longest rank 105" in out  # 26.25 whole stages, in quarters
+
+
+def test_plan_with_times(capsys: pytest.CaptureFixture[str]) -> None:
+    """arXiv 2401.10241's measured times: ZB-H1's bubble is 0.159 on 8 ranks with 24 micro-batches."""
+    argv = ["zb-h1", "--ranks", "8", "--microbatches", "24", "--times", "18.522", "18.086", "9.337", "--comm", "0.601"]
+    out, _ = run(capsys, "plan", *argv)
+    assert "bubble 15.9%" in out
+    assert "A column is" in out
+
+
 @pytest.mark.parametrize("options", [{}, {"microbatches": 8}, {"microbatches": 8, "split_backward": False}])
 def test_plan_csv(options: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--microbatches", "8"] if "microbatches" in options else []
@@ -254,6 +274,10 @@ def test_plan_csv(options: dict[str, Any], capsys: pytest.CaptureFixture[str]) -
         (["nothing", "--ranks", "2"], "unknown schedule 'nothing'"),
         (["1f1b", "--ranks", "0"], "ranks is 0"),
         (["1f1b", "--ranks", "2", "--microbatches", "-1"], "microbatches is -1"),
+        (["zb-v", "--ranks", "2", "--chunks", "3"], "holds 2 stages a rank, not 3"),
+        (["zb-v", "--ranks", "2", "--unsplit"], "is always split"),
+        (["zb-v", "--ranks", "2", "--comm", "1"], "--comm has no unit without --times"),
+        (["zb-v", "--ranks", "2", "--times", "1", "-1", "1"], "Costs.backward_input is -1.0"),
     ],
 )
 def test_plan_mistakes(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,9 +19,9 @@ import twobp_fx
 from examples import gpt
 from twobp_fx.inspect import describe_split, print_plan, print_split
 from twobp_fx.inspect.describe import EarlyGradient, early_gradients
-from twobp_fx.inspect.printer import bytes_text, count_text
+from twobp_fx.inspect.text import bytes_text, count_text
 from twobp_fx.program import Role, Signature, Value
-from twobp_fx.schedules import Action, Plan, build
+from twobp_fx.schedules import SCHEDULES, Action, Costs, Plan, build, simulate
 
 BATCH = 4
 LAYER_NORM = "aten.native_layer_norm_backward.default"
@@ -331,9 +331,9 @@ def test_sizes(value: int, text: str) -> None:
     assert bytes_text(value) == text
 
 
-def printed_plan(plan: Plan) -> str:
+def printed_plan(plan: Plan, costs: Costs | None = None) -> str:
     file = io.StringIO()
-    print_plan(plan, file=file)
+    print_plan(plan, costs, file=file)
     return file.getvalue()
 
 
@@ -354,6 +354,46 @@ def test_a_long_plan_is_folded() -> None:
     text = printed_plan(build("1f1b", ranks=2, microbatches=40))
     assert max(map(len, text.splitlines())) <= 120
     assert {f"{stage}{kind}{i}" for stage in "01" for kind in "FIW" for i in range(40)} <= set(text.split())
+
+
+def test_a_plan_to_scale() -> None:
+    """44 units in 88 columns. Rank 0: F 0-10, I 24-32, W 32-44; rank 1, after 2 on the way: F 12-16, I 16-22, W 22-23."""
+    costs = Costs(forward=(10, 4), backward_input=(8, 6), backward_weight=(12, 1), comm=2)
+    text = printed_plan(build("naive", ranks=2), costs)
+    rows = table(text, "rank")
+    drawn = ["0F0" + "-" * 17 + "." * 28 + "0I0" + "-" * 13 + "0W0" + "-" * 21]
+    drawn.append("." * 24 + "1F0" + "-" * 5 + "1I0" + "-" * 9 + "W-" + "." * 42)
+    assert [row["actions"] for row in rows] == drawn
+    assert [(row["bubble"], row["peak"]) for row in rows] == [("31.8%", "1"), ("75.0%", "1")]
+    assert text.startswith("Plan 'naive': 2 ranks, 2 stages, 1 micro-batch. A column is 0.5 of the costs' unit of time.")
+    assert text.rstrip().endswith("makespan 44, longest rank 44, bubble 53.4%, peak 1 (micro-batches of a whole stage)")
+
+
+def test_a_plan_to_scale_tells_a_ranks_stages_apart() -> None:
+    rows = table(printed_plan(build("zb-v", ranks=2, microbatches=12), Costs()), "rank")
+    assert {letter.upper() for row in rows for letter in row["actions"]} <= set("FIW.-")
+    assert {"f", "F", "i", "I", "w", "W"} <= set(rows[0]["actions"])
+
+
+@pytest.mark.parametrize("name", list(SCHEDULES))
+def test_a_plan_to_scale_is_bounded(name: str) -> None:
+    """In width, and to one line a rank."""
+    text = printed_plan(build(name, ranks=4), Costs(1.7, 1.3, 0.9, comm=0.3))
+    assert max(map(len, text.splitlines())) <= 120
+    assert [row["rank"] for row in table(text, "rank")] == ["0", "1", "2", "3"]
+
+
+def test_a_plans_peak_in_bytes() -> None:
+    costs = Costs(saved=2**20, held_for_weight=2**19)
+    plan = build("zb-h1", ranks=2, microbatches=4)
+    text = printed_plan(plan, costs)
+    assert [row["peak"] for row in table(text, "rank")] == ["2.00 MiB", "1.50 MiB"]
+    assert "peak 2.00 MiB\n" in text
+    assert simulate(plan, costs).peak_memory == (2 * 2**20, 1.5 * 2**20)
+
+
+def test_print_plan_is_public() -> None:
+    assert twobp_fx.print_plan is print_plan
 
 
 def test_a_plan_that_cannot_run_is_refused() -> None:

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from twobp_fx.errors import InputError, PlanError
-from twobp_fx.schedules import Costs, Plan, build, simulate
+from twobp_fx.schedules import SCHEDULES, Costs, Plan, build, simulate
 
 UNIT = Costs(forward=1, backward_input=1, backward_weight=1)
 
@@ -195,3 +195,136 @@ def test_large_plans():
     """64 ranks and 1024 micro-batches, in seconds: the closed form of the makespan holds there too."""
     sim = simulate(build("1f1b", ranks=64, microbatches=1024), UNIT)
     assert sim.makespan == 3 * 1024 + 63
+
+
+class TestMessages:
+    """Latency, and bytes over bandwidth."""
+
+    PLAN = "0F0,0B0\n1F0,1B0\n"
+
+    def test_size_over_bandwidth(self):
+        """0F0 0-1, 10 + 60/20 on the way, 1F0 14-15, 1B0 15-17, the gradient of the same size back: 30-32."""
+        costs = Costs(comm=10, comm_bytes=60, bandwidth=20)
+        assert simulate(Plan.from_csv(self.PLAN), costs).makespan == 32
+        assert simulate(Plan.from_csv(self.PLAN), Costs(comm=13)).makespan == 32
+
+    def test_sizes_belong_to_the_boundary_after_a_stage(self):
+        """Stage 0's output and the gradient that comes back for it; the last stage sends nothing on."""
+        costs = Costs(comm_bytes=(60, 10**6), bandwidth=20)
+        assert simulate(Plan.from_csv(self.PLAN), costs).makespan == 1 + 3 + 3 + 3 + 2
+
+    def test_nothing_is_sent_within_a_rank(self):
+        assert simulate(Plan.from_csv("0F0,1F0,1B0,0B0\n"), Costs(comm_bytes=100, bandwidth=1)).makespan == 6
+
+    @pytest.mark.parametrize("bandwidth", [0, -1, None, "fast", math.nan])
+    def test_bandwidth_is_positive(self, bandwidth):
+        with pytest.raises(InputError, match=r"Costs\.bandwidth is .* greater than 0"):
+            Costs(bandwidth=bandwidth)
+
+
+class TestBatchedWeight:
+    """Adjacent W of a stage that run as one."""
+
+    def spans(self, text, **costs):
+        row = simulate(Plan.from_csv(text), Costs(**costs)).timeline[0]
+        return [(str(entry.action), entry.start, entry.end) for entry in row if entry.action.kind == "W"]
+
+    def test_adjacent_w_share_the_time(self):
+        """Three W in the time of two: 4 units, a third each; then the rank goes on."""
+        text = "0F0,0F1,0F2,0I0,0I1,0I2,0W0,0W1,0W2\n"
+        spans = self.spans(text, backward_weight=2, batched_weight=(1, 1.5, 2))
+        assert spans == [("0W0", 6, pytest.approx(6 + 4 / 3)), ("0W1", pytest.approx(6 + 4 / 3), pytest.approx(6 + 8 / 3)),
+                         ("0W2", pytest.approx(6 + 8 / 3), pytest.approx(10))]  # fmt: skip
+
+    def test_longer_runs_are_cut(self):
+        """Five W in batches of at most two: 1.5 + 1.5 + 1."""
+        text = ",".join([*(f"0F{k}" for k in range(5)), *(f"0I{k}" for k in range(5)), *(f"0W{k}" for k in range(5))])
+        assert simulate(Plan.from_csv(text), Costs(batched_weight=[1, 1.5])).makespan == 14
+
+    def test_only_neighbours_of_one_stage(self):
+        text = "0F0,1F0,0F1,1F1,1I0,1I1,0I0,0W0,0I1,1W0,0W1,1W1\n"
+        assert simulate(Plan.from_csv(text), Costs(batched_weight=(1, 0.1))).makespan == 12
+
+    def test_one_sequence_a_stage(self):
+        plan = build("gpipe", ranks=2, microbatches=2)
+        sim = simulate(plan, Costs(batched_weight=[(1, 2), (1, 1.5)]))
+        assert [row[-1].end - row[-3].end for row in sim.timeline] == [2, 1.5]
+        with pytest.raises(InputError, match="batched_weight is for 2 stages, but the plan has 3"):
+            simulate(build("gpipe", ranks=3), Costs(batched_weight=[(1, 2), (1, 1.5)]))
+
+    def test_2bps_concatenated_w(self):
+        """2BP's other gain: all that is left at the end of GPipe, in one W per stage (arXiv 2405.18047)."""
+        plan = build("gpipe", ranks=4)
+        assert simulate(plan).makespan == 18
+        assert simulate(plan, Costs(batched_weight=(1, 1.5, 2, 2.5))).makespan == 16.5
+
+    @pytest.mark.parametrize("value", [(), 1, "12", (1, -1), (1, math.inf), [(1, 2), ()], [(1,), 2]])
+    def test_refuses_what_is_no_factor(self, value):
+        with pytest.raises(InputError, match=r"Costs\.batched_weight is "):
+            Costs(batched_weight=value)
+
+
+class TestMemory:
+    def test_over_time(self):
+        """100 bytes saved, 30 of them held for W; rank 0: F0 0-1, F1 1-2, I0 3-4, W0 4-5, B1 8-10."""
+        plan = Plan.from_csv("0F0,0F1,0I0,0W0,0B1\n1F0,1I0,1F1,1I1,1W0,1W1\n")
+        sim = simulate(plan, Costs(saved=100, held_for_weight=30))
+        assert sim.memory[0] == ((0, 100), (1, 200), (4, 130), (5, 100), (7, 0))
+        assert sim.memory[1] == ((1, 100), (3, 30), (3, 130), (5, 60), (6, 30), (7, 0))
+        assert sim.peak_memory == (200, 130)
+        assert sim.peak_activations == (2, 2)
+
+    def test_counts_whole_stages_by_default(self):
+        sim = simulate(build("zb-v", ranks=3, microbatches=6))
+        assert sim.peak_memory == sim.peak_activations == (3, 3, 3)
+        assert max(level for _, level in sim.memory[1]) == 3
+        assert [row[-1][1] for row in sim.memory] == [0, 0, 0]
+
+    def test_all_is_held_for_w_by_default(self):
+        plan = build("zb-h1", ranks=3, microbatches=6)
+        assert simulate(plan, Costs(saved=(5, 6, 7))).peak_memory == (15, 18, 21)
+
+    def test_refuses_half_of_the_sizes(self):
+        with pytest.raises(InputError, match="give what F saves, too"):
+            Costs(held_for_weight=3)
+        with pytest.raises(InputError, match=r"Costs\.saved is -1; sizes must be"):
+            Costs(saved=-1)
+
+
+class TestCriticalPath:
+    def path(self, plan, costs=None):
+        return " ".join(str(entry.action) for entry in simulate(plan, costs).critical_path)
+
+    def test_through_the_other_rank(self):
+        plan = Plan.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1I1,1W1\n")
+        costs = Costs(forward=(1, 2), backward_input=5, backward_weight=[9, 3], backward=(7, 6), comm=1)
+        assert self.path(plan, costs) == "0F0 1F0 1B0 0B0 0B1"  # the hand-worked plan above; 0B1's gradient came at 18, too
+
+    def test_of_the_naive_schedule(self):
+        assert self.path(build("naive", ranks=3)) == "0F0 1F0 2F0 2I0 1I0 0I0 0W0"
+
+    def test_has_no_slack(self):
+        """Its actions and the communication between them add up to the makespan."""
+        costs = Costs(forward=1.25, backward_input=0.75, backward_weight=0.5, comm=0.125)
+        for name in SCHEDULES:
+            plan = build(name, ranks=4)
+            sim = simulate(plan, costs)
+            path = sim.critical_path
+            assert path[0].start == 0
+            assert path[-1].end == sim.makespan
+            for before, after in pairwise(path):
+                same = plan.rank_of_stage(before.action.stage) == plan.rank_of_stage(after.action.stage)
+                assert after.start - before.end == (0 if same else 0.125)
+
+
+class TestStepTime:
+    def test_with_a_barrier_is_the_makespan(self):
+        sim = simulate(build("zb-h2", ranks=4, microbatches=8))
+        assert sim.step_time == sim.makespan == 27
+
+    def test_without_steps_overlap(self):
+        """Two steps of rank 0 and rank 1: 4 + 1 + 9 units of rank 1 each, after its first start; rank 0 waits for none."""
+        plan = Plan.from_csv("0F0,0I0,0W0\n1F0,1I0,1W0\n")
+        costs = Costs(forward=4, backward_input=1, backward_weight=(0, 9))
+        sim = simulate(plan, costs, barrier=False)
+        assert (sim.makespan, sim.longest_stage, sim.step_time) == (18, 14, 14)

@@ -2,7 +2,7 @@
 
 from .api import Pipe, compile
 from .errors import CaptureError, CompileError, CutError, InputError, PlanError, SplitError, StageError, TwobpError
-from .inspect import print_split
+from .inspect import print_plan, print_split
 from .schedules import Plan
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     "StageError",
     "TwobpError",
     "compile",
+    "print_plan",
     "print_split",
 ]

@@ -26,7 +26,7 @@ from .api import Pipe, compile
 from .emit import COMPILERS
 from .errors import InputError, TwobpError
 from .inspect import describe_split, print_plan, print_split
-from .schedules import SCHEDULES, build
+from .schedules import SCHEDULES, Costs, build
 
 _PRINT_HELP = """\
 What the module must offer:
@@ -45,7 +45,12 @@ Examples:
 
 _PLAN_HELP = """\
 Rows are ranks, columns are units of time: 2F0 is the forward of micro-batch 0 at stage 2; F forward, I backward-input,
-W backward-weight, B both at once (two units); a dot is idle time.
+W backward-weight, B both at once (two units); a dot is idle time. With --times, the whole step is drawn to scale.
+
+Examples:
+  twobp plan zb-h1 --ranks 4 --microbatches 8
+  twobp plan interleaved-1f1b --ranks 4 --chunks 3
+  twobp plan zb-v --ranks 8 --microbatches 24 --times 9.3 9.0 4.7 --comm 0.6
 """
 
 
@@ -110,7 +115,7 @@ def _add_plan(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="print a schedule's plan and what it costs",
-        description="Make a plan, simulate it at equal times (F = I = W = 1, B = 2), and print both.",
+        description="Make a plan, simulate it, at equal times (F = I = W = 1, B = 2) by default, and print both.",
         epilog=_PLAN_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -118,6 +123,9 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}")
     parser.add_argument("--ranks", type=int, required=True, metavar="R", help="how many ranks")
     parser.add_argument("--microbatches", type=int, metavar="M", help="how many micro-batches (default: the schedule's)")
+    parser.add_argument("--chunks", type=int, metavar="V", help="stages a rank (default: the schedule's)")
+    parser.add_argument("--times", type=float, nargs=3, metavar=("F", "I", "W"), help="times of a stage's F, I and W")
+    parser.add_argument("--comm", type=float, metavar="T", help="time of a message to another rank (with --times)")
     parser.add_argument("--unsplit", action="store_true", help="run the full backward B in place of I and W")
     parser.add_argument("--csv", action="store_true", help="print the plan in torch's compute-only CSV format")
 
@@ -136,12 +144,22 @@ def _plan(arguments: argparse.Namespace) -> None:
         arguments.name,
         ranks=arguments.ranks,
         microbatches=arguments.microbatches,
+        chunks=arguments.chunks,
         split_backward=not arguments.unsplit,
     )
     if arguments.csv:
         print(plan.to_csv(), end="")
     else:
-        print_plan(plan)
+        print_plan(plan, _costs(arguments))
+
+
+def _costs(arguments: argparse.Namespace) -> Costs | None:
+    if arguments.times is None:
+        if arguments.comm is not None:
+            raise InputError("--comm has no unit without --times; give the times of F, I and W, too.")
+        return None
+    forward, backward_input, backward_weight = arguments.times
+    return Costs(forward, backward_input, backward_weight, comm=arguments.comm or 0.0)
 
 
 def _capture(arguments: argparse.Namespace) -> Pipe:

@@ -1,4 +1,4 @@
-"""What the split did, and what a plan does, as tables for a terminal some 125 columns wide."""
+"""What the split did, as tables for a terminal some 125 columns wide."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TextIO
 from tabulate import SEPARATING_LINE, tabulate
 
 from ..program import GRAPH_NAMES, StageProgram
-from ..schedules import Costs, Plan, simulate
+from ..schedules import Plan
 from .describe import (
     LETTERS,
     EarlyGradient,
@@ -23,12 +23,12 @@ from .describe import (
     summarize,
     total_of,
 )
+from .text import bytes_text, count_text, plural
 
 if TYPE_CHECKING:
     from ..api import Pipe
 
 _MODULES_WIDTH = 41
-_TIMELINE_WIDTH = 88
 _WIDTHS = {"op": 22, "name": 16, "value": 16, "where": 13, "module or key": 20, "source": 13, "arguments, role": 18}
 _TITLES = {
     "forward": "F, forward",
@@ -57,15 +57,6 @@ def print_split(pipe: Pipe, *, stage: int | None = None, graph: str | None = Non
     print(text, file=file)
 
 
-def print_plan(plan: Plan, *, file: TextIO | None = None) -> None:
-    """Print each rank's actions on a common time axis, with its bubble and its peak of held activations.
-
-    Simulated at equal times: F = I = W = 1 unit, B = 2, free communication. A dot is a unit of idle time. `file`: where
-    to print; sys.stdout by default. Raises PlanError if the plan cannot run.
-    """
-    print(_plan(plan), file=file)
-
-
 def _overview(programs: Sequence[StageProgram], plan: Plan) -> str:
     summaries = summarize(programs)
     total = total_of(summaries)
@@ -85,8 +76,8 @@ def _overview(programs: Sequence[StageProgram], plan: Plan) -> str:
     memory = _totalled(summaries, total, memory_row)
     return "\n".join(
         [
-            f"{_plural(len(programs), 'stage')}, plan '{plan.name}': {_plural(len(plan.ranks), 'rank')}, "
-            f"{_plural(plan.microbatches, 'micro-batch')}. All numbers are for one micro-batch.",
+            f"{plural(len(programs), 'stage')}, plan '{plan.name}': {plural(len(plan.ranks), 'rank')}, "
+            f"{plural(plan.microbatches, 'micro-batch')}. All numbers are for one micro-batch.",
             "",
             "Work: operations, and floating-point operations",
             tabulate(
@@ -133,7 +124,7 @@ def _stage(program: StageProgram, names: Sequence[str]) -> str:
     for name in names:
         rows = node_rows(program, name)
         count = sum(row.kind == "operation" for row in rows)
-        lines += ["", f"{_TITLES[name]} ({_plural(count, 'operation')})"]
+        lines += ["", f"{_TITLES[name]} ({plural(count, 'operation')})"]
         if rows:
             lines.append(tabulate(list(map(_cells, rows)), headers=list(_WIDTHS), stralign="left", disable_numparse=True))
     if early := early_gradients(program):
@@ -190,62 +181,3 @@ def _shorten(text: str, width: int, *, keep: str) -> str:
         return "…" + text[1 - width :]
     head = (width - 1) // 2
     return text[:head] + "…" + text[head + 1 - width :]
-
-
-def _plan(plan: Plan) -> str:
-    sim = simulate(plan, Costs())
-    width = max(len(str(action)) for row in plan.ranks for action in row)
-    units = round(sim.makespan)
-    a_line = max(1, _TIMELINE_WIDTH // (width + 1))
-    rows = []
-    for rank, entries in enumerate(sim.timeline):
-        slots = ["."] * units
-        for action, start, end in entries:
-            first, last = round(start), round(end)
-            slots[first:last] = [str(action), *["-" * width] * (last - first - 1)]
-        lines = [slots[i : i + a_line] for i in range(0, units, a_line)]
-        timeline = "\n".join(" ".join(f"{slot:<{width}}" for slot in line) for line in lines)
-        rows.append([str(rank), timeline, f"{sim.rank_bubble[rank]:.1%}", f"{sim.peak_activations[rank]:g}"])
-    table = tabulate(
-        rows,
-        headers=["rank", "actions", "bubble", "peak"],
-        colalign=["right", "left", "right", "right"],
-        disable_numparse=True,
-    )
-    return "\n".join(
-        [
-            f"Plan '{plan.name}': {_plural(len(plan.ranks), 'rank')}, {_plural(plan.stages, 'stage')}, "
-            f"{_plural(plan.microbatches, 'micro-batch')}; simulated at F = I = W = 1, B = 2, free communication.",
-            "",
-            table,
-            "",
-            f"makespan {sim.makespan:g}, longest rank {sim.longest_stage:g}, bubble {sim.bubble_ratio:.1%}, "
-            f"peak {max(sim.peak_activations):g} (micro-batches of a whole stage)",
-        ]
-    )
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('ch') else 's'}"
-
-
-def count_text(value: int) -> str:
-    """A count in three digits or so, in powers of 1000: 999, 1.02 k, 33.6 M."""
-    return _scaled(value, 1000, ("", "k", "M", "G", "T", "P", "E"))
-
-
-def bytes_text(value: int) -> str:
-    """A size in powers of 1024: 512 B, 1.50 KiB, 4.02 MiB."""
-    return _scaled(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))
-
-
-def _scaled(value: int, base: int, units: Sequence[str]) -> str:
-    if value < base:
-        return f"{value} {units[0]}".rstrip()
-    scaled = float(value)
-    for unit in units:
-        if round(scaled, 1) < base or unit == units[-1]:
-            break
-        scaled /= base
-    digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
-    return f"{scaled:.{digits}f} {unit}"

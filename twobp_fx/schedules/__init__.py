@@ -2,8 +2,10 @@
 
 from .actions import Action, ActionKind
 from .catalog import SCHEDULES, build
+from .costs import Costs
+from .placement import Placement, looped, one_chunk, v_shape
 from .plan import Plan, load
-from .simulate import Costs, Simulation, TimelineEntry, simulate
+from .simulate import Simulation, TimelineEntry, simulate
 from .validate import validate
 
 __all__ = [
@@ -11,11 +13,15 @@ __all__ = [
     "Action",
     "ActionKind",
     "Costs",
+    "Placement",
     "Plan",
     "Simulation",
     "TimelineEntry",
     "build",
     "load",
+    "looped",
+    "one_chunk",
     "simulate",
+    "v_shape",
     "validate",
 ]

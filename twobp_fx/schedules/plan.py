@@ -12,7 +12,7 @@ from pathlib import Path
 from ..errors import PlanError
 from .actions import Action, ActionKind
 
-__all__ = ["MAX_ACTIONS", "MAX_CSV_BYTES", "Plan", "load"]
+__all__ = ["MAX_ACTIONS", "MAX_CSV_BYTES", "Plan", "load", "rank_text"]
 
 MAX_CSV_BYTES = 16 * 2**20
 """The largest CSV that is read. 64 ranks with 1024 micro-batches take about 1.5 MB."""
@@ -88,15 +88,19 @@ class Plan:
             raise PlanError(f"plan {self.name!r} has no stage {stage}; its stages are 0 to {self.stages - 1}") from None
 
     def to_csv(self) -> str:
-        """The plan in torch's compute-only format: one row a rank, one cell an action, no header."""
-        return "".join(",".join(map(str, row)) + "\n" for row in self.ranks)
+        """The plan in torch's compute-only format: one row a rank, one cell an action, no header.
+
+        Byte for byte what torch writes for the same actions, its line ends (CR LF) included: write it to a file without
+        translating them, as in `open(path, "w", newline="")`.
+        """
+        return "".join(",".join(map(str, row)) + "\r\n" for row in self.ranks)
 
     @classmethod
     def from_csv(cls, text: str, *, name: str = "csv") -> Plan:
         """The plan that `text` holds in torch's compute-only format; empty cells, torch's bubbles, are skipped.
 
-        Does not check that the plan can run: see `validate`. Raises PlanError, with row and column (counted from 1),
-        for a cell that is no action, and for a text of more than MAX_CSV_BYTES characters.
+        Does not check that the plan can run: see `validate`. Raises PlanError, with rank, line and column, for a
+        cell that is no action, and for a text of more than MAX_CSV_BYTES characters.
         """
         if len(text) > MAX_CSV_BYTES:
             raise PlanError(f"plan {name!r}: the CSV is larger than {MAX_CSV_BYTES} bytes; is it a plan?")
@@ -105,10 +109,15 @@ class Plan:
             for number, cells in enumerate(csv.reader(io.StringIO(text, newline="")), start=1):
                 rows.append(_parse_row(cells, number, name))
         except csv.Error as error:
-            raise PlanError(f"plan {name!r}, row {len(rows) + 1}: not a CSV: {error}") from error
+            raise PlanError(f"plan {name!r}, line {len(rows) + 1}: not a CSV: {error}") from error
         while rows and not rows[-1]:  # blank lines at the end of a file are no ranks
             rows.pop()
         return cls(name, tuple(rows))
+
+
+def rank_text(rank: int) -> str:
+    """How messages name a rank: with the line that it is in a CSV, which counts from 1."""
+    return f"rank {rank} (line {rank + 1})"
 
 
 def load(path: str | os.PathLike[str], *, name: str | None = None) -> Plan:
@@ -139,5 +148,5 @@ def _parse_row(cells: list[str], row: int, name: str) -> tuple[Action, ...]:
             try:
                 actions.append(Action.parse(stripped))
             except PlanError as error:
-                raise PlanError(f"plan {name!r}, row {row} (rank {row - 1}), column {column}: {error}") from None
+                raise PlanError(f"plan {name!r}, {rank_text(row - 1)}, column {column}: {error}") from None
     return tuple(actions)
