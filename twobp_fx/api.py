@@ -131,7 +131,12 @@ def _plan(schedule: str | Plan | os.PathLike[str], stages: int, microbatches: in
     if isinstance(schedule, Plan):
         plan = schedule
     elif isinstance(schedule, str) and (schedule in SCHEDULES or not schedule.endswith(".csv")):
-        plan = build(schedule, ranks=stages, microbatches=microbatches, split_backward=split_backward)
+        chunks = SCHEDULES[schedule].chunks if schedule in SCHEDULES else 1  # stages a rank
+        if stages % chunks:
+            raise PlanError(
+                f"Schedule '{schedule}' puts {chunks} stages on each rank: give a multiple of {chunks}, not stages={stages}."
+            )
+        plan = build(schedule, ranks=stages // chunks, microbatches=microbatches, split_backward=split_backward)
     elif isinstance(schedule, (str, os.PathLike)):
         plan = load(schedule)
     else:

@@ -123,7 +123,8 @@ def _refuse_unsafe_writes(cut: Iterable[StageGraph]) -> None:
         if readers[key] != {stage_index}:
             raise InputError(
                 f"Buffer '{key}' is written by stage {stage_index} ({describe(writer(node))}) "
-                f"and read by stages {sorted(readers[key])}. With several micro-batches under way its value there would depend on timing. Cut so that one stage holds it."
+                f"and read by stages {sorted(readers[key])}. With several micro-batches under way its value there would depend on "
+                "timing. Cut so that one stage holds it."
             )
 
 
