@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,15 +14,16 @@ from torch.nn.parameter import is_lazy
 from tqdm import tqdm
 
 from .capture import LOSS_PREFIX, Inputs, attributes, by_value_or_identity, capture_forward
-from .emit import Compiler, Emitter
+from .emit import Compiler, Emitter, emitter
 from .errors import InputError, PlanError
 from .lower import lower
 from .microbatches import dense, join_gradients, split_batch
 from .program import Role, StageProgram
 from .runtime.call import call_stages
 from .runtime.local import run_plan, worker_threads
+from .runtime.profile import profile_stages
 from .runtime.stage import StageRunner, fresh_seed
-from .schedules import SCHEDULES, ActionKind, Plan, build, load, validate
+from .schedules import SCHEDULES, ActionKind, Costs, Plan, Simulation, build, load, simulate, validate
 
 _CALLABLES = {
     ActionKind.F: "forward",
@@ -89,7 +90,7 @@ def compile(
         stages if isinstance(stages, int) else tuple(stages),
         plan,
         loss_fn=loss_fn,
-        emitter=Emitter(compiler),
+        emitter=emitter(compiler),
         devices=_devices(devices, len(plan.ranks)),
     )
     if example_args is not None or example_kwargs is not None:
@@ -248,6 +249,17 @@ class Pipe(nn.Module):
         Raises InputError before anything runs if the batch does not split evenly; StageError if a stage raises, and then no
         gradient has changed.
         """
+        inputs, microbatches, lowered = self._prepare(args, kwargs, target)
+        loss = lowered.output_names[0]
+        runners = self._runners(lowered, [[t.detach() for t in microbatch] for microbatch in microbatches])
+        losses = run_plan(self.plan, runners, loss=loss, loss_gradient=1 / self.plan.microbatches, devices=self._devices)
+        self._commit(runners, inputs)
+        return torch.stack(losses).mean()
+
+    def _prepare(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, kinds: Iterable[ActionKind] | None = None
+    ) -> tuple[Inputs, list[tuple[torch.Tensor, ...]], _Lowered]:
+        """Check a step's arguments, capture what is new in them, and compile what the plan needs (or `kinds`)."""
         if target is not None and self._loss_fn is None:
             raise InputError("target= was given, but no loss_fn: pass loss_fn= to twobp_fx.compile, or give the model its labels.")
         if not torch.is_grad_enabled():
@@ -260,11 +272,8 @@ class Pipe(nn.Module):
         loss = lowered.output_names[0]
         if loss not in lowered.programs[-1].differentiable:
             raise InputError("The loss depends on nothing that requires a gradient: no parameter of the model does.")
-        self._compile(lowered)
-        runners = self._runners(lowered, [[t.detach() for t in microbatch] for microbatch in microbatches])
-        losses = run_plan(self.plan, runners, loss=loss, loss_gradient=1 / self.plan.microbatches, devices=self._devices)
-        self._commit(runners, inputs)
-        return torch.stack(losses).mean()
+        self._compile(lowered, kinds)
+        return inputs, microbatches, lowered
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output for the whole batch, run stage by stage; differentiable once, like any module call."""
@@ -281,6 +290,32 @@ class Pipe(nn.Module):
             runners=lambda draw: self._runners(lowered, [[t.detach() for t in inputs.tensors]], draw=draw),
         )
         return lowered.outputs.unflatten(outputs)[0]
+
+    def profile(self, *args: Any, target: Any = None, repeats: int = 15, **kwargs: Any) -> Costs:
+        """Measure each stage's F, I, W and B on one batch, as `step` takes it: median seconds and bytes a micro-batch.
+
+        Runs the stages one after the other on this thread; changes no gradient and no buffer.
+        Raises InputError as `step` does, and for repeats below 1.
+        """
+        if repeats < 1:
+            raise InputError(f"repeats={repeats}: measure at least once.")
+        _, microbatches, lowered = self._prepare(args, kwargs, target, kinds=ActionKind)
+        inputs = [[t.detach() for t in microbatches[0]]] * 2
+        return profile_stages(
+            lowered.programs,
+            lambda: self._runners(lowered, inputs, keep_buffers=True),
+            loss=lowered.output_names[0],
+            threads=worker_threads(len(self.plan.ranks)),
+            repeats=repeats,
+        )
+
+    def simulate(self, costs: Costs, schedule: str | Plan | None = None, microbatches: int | None = None) -> Simulation:
+        """Predict a step under another schedule (None: the pipe's own plan) at measured costs, without running it.
+
+        Times are in the unit of `costs`: seconds, from `profile`. Raises PlanError if the schedule does not fit the stages.
+        """
+        plan = self.plan if schedule is None else _plan(schedule, self.plan.stages, microbatches, split_backward=True)
+        return simulate(plan, costs)
 
     def _check_ready(self, inputs: Inputs) -> None:
         for path, tensor in zip(inputs.paths, inputs.tensors, strict=True):
@@ -376,12 +411,12 @@ class Pipe(nn.Module):
             buffers |= {LOSS_PREFIX + name: b for name, b in self._loss_fn.named_buffers()}
         return buffers
 
-    def _compile(self, lowered: _Lowered) -> None:
+    def _compile(self, lowered: _Lowered, kinds: Iterable[ActionKind] | None = None) -> None:
         """Compile what the plan asks for and is not compiled yet, for as many threads as a worker will have."""
         wanted = [
             (program, _CALLABLES[kind])
             for program in lowered.programs
-            for kind in sorted(self.plan.kinds(program.index))
+            for kind in sorted(self.plan.kinds(program.index) if kinds is None else kinds)
             if not program.is_compiled(_CALLABLES[kind])
         ]
         if not wanted:
@@ -396,10 +431,14 @@ class Pipe(nn.Module):
         finally:
             torch.set_num_threads(threads)
 
-    def _runners(self, lowered: _Lowered, inputs: list[list[torch.Tensor]], *, draw: bool = True) -> list[StageRunner]:
+    def _runners(
+        self, lowered: _Lowered, inputs: list[list[torch.Tensor]], *, draw: bool = True, keep_buffers: bool = False
+    ) -> list[StageRunner]:
         self._move_home(lowered)
         parameters = {name: p.detach() for name, p in self._live_parameters().items()}
         buffers = self._live_buffers()
+        if keep_buffers:
+            buffers = {name: buffer.clone() for name, buffer in buffers.items()}
         seed = fresh_seed() if draw and any(program.draws for program in lowered.programs) else 0
         return [
             StageRunner(

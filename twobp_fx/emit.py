@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping
@@ -41,7 +42,7 @@ class Emitter:
 
     def emit(self, module: fx.GraphModule, label: str) -> Compiled:
         """Compile `module`; `label` names it in errors. Raises CompileError with the compiler's own reason."""
-        key = structure(module)
+        key = f"{structure(module)} for {torch.get_num_threads()} threads"  # which Inductor builds into its loops
         if key not in self._emitted:
             self._emitted[key] = (module, self._compile(module, label))
         return self._emitted[key][1]
@@ -58,6 +59,16 @@ class Emitter:
                 "Try compiler='eager' to tell a fault of the compiler from one of the split."
             ) from error
         return lambda args: tuple(function(*args))
+
+
+def emitter(compiler: Compiler) -> Emitter:
+    """The emitter of a compiler: one for the whole process if it is named, so that pipes share what they have in common."""
+    return _named(compiler) if isinstance(compiler, str) else Emitter(compiler)
+
+
+@functools.cache
+def _named(compiler: str) -> Emitter:
+    return Emitter(compiler)
 
 
 def _inductor(module: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., Any]:
