@@ -3,8 +3,8 @@
     python -m benchmarks.rank_schedules [--ranks 2] [--microbatches 8] [--repeats 15] [--json FILE]
 
 The stages are profiled one by one with one intra-op thread (`pipe.profile`), every schedule of the catalog is simulated at these
-costs (`pipe.simulate`), and the step of three is measured in process, repetitions interleaved, medians. In process a rank is a thread:
-the comparison means something only while every rank has a core of its own.
+costs (`pipe.simulate`), and the step of three is measured in process, repetitions interleaved, medians. In process a rank is a
+thread: the comparison means something only while every rank has a core of its own.
 """
 
 from __future__ import annotations
