@@ -835,7 +835,6 @@ class TestLossFunctions:
             x, y = batch(size)
             pipe.step(x, target=y)
             plain_step(expected, x, target=y, loss_fn=lambda o, t: mse(o, t) + expected.auxiliary)
-            model(x)  # which leaves another tensor
         assert_same_state(model, expected)
 
     def test_parameters_the_pipe_cannot_see_are_refused(self):
@@ -1268,3 +1267,15 @@ def test_an_opaque_argument_is_read_again_when_it_is_another_object():
     for factor in (1.0, 2.0, 3.0):  # CPython gives each the address of the one before
         loss = pipe.step(x, _Never(factor), target=y)
         torch.testing.assert_close(loss, mse(model(x, _Never(factor)), y))
+
+
+class TestFoundByBreaking:
+    def test_one_module_at_two_places(self):
+        shared = nn.Linear(WIDTH, WIDTH)
+        x, y = batch()
+        assert_step_is_plain(nn.Sequential(shared, nn.Tanh(), linear(), shared), x, target=y)
+
+    def test_torch_func_in_the_forward(self):
+        x, y = batch()
+        model = Between(lambda self, h: h + torch.func.grad(lambda t: t.sin().sum())(h))
+        assert_plain_or_refused(model, x, target=y)

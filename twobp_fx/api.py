@@ -374,6 +374,7 @@ class Pipe(nn.Module):
         kinds = {"cpu"} | {tensor.device.type for _, tensor in state if not tensor.is_meta}
         return (
             tuple(tuple(attributes(module).items()) for module in modules),
+            by_value_or_identity(self._loss_fn),
             tuple((name, tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad) for name, t in state),
             tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds)),
         )

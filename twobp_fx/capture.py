@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.fx.traceback
 from torch import fx, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -82,6 +84,9 @@ class _Recorded:
 
     outputs: Inputs | None = None
 
+    def __init__(self) -> None:
+        self.made: set[tuple[str, str]] = set()
+
 
 class _Model(nn.Module):
     """The model as a function of flat tensors that returns flat tensors; with a loss, the loss alone."""
@@ -101,13 +106,11 @@ class _Model(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs, target = self.inputs.unflatten(tensors)
-        before = attributes(self.model)
-        with _Strict():
+        with _refuse_changed_attributes(self.model, self.recorded.made), _Strict():
             result = self.model(*args, **kwargs)
             if self.want_loss:
                 result = loss_of(result) if self.loss_fn is None else self.loss_fn(result, target)
                 _check_loss(result, self.loss_fn)
-        _refuse_changed_attributes(before, attributes(self.model))
         flat = Inputs.flatten(result)
         for leaf in flat.template:
             if leaf is not _SLOT and not isinstance(leaf, _PLAIN):
@@ -135,13 +138,31 @@ class Identity:
         return id(self.value)
 
 
-def by_value_or_identity(value: object) -> object:
-    """A dictionary key for anything: plain values by type and value, everything else by identity."""
+def by_value_or_identity(value: object, seen: dict[int, object] | None = None) -> object:
+    """A dictionary key for anything: plain values, containers and plain objects by what they hold, everything else by identity.
+
+    seen: the keys of objects met already, by id; an object that holds itself is known by identity where it does.
+    """
     if isinstance(value, _PLAIN):
         return type(value), value
-    if isinstance(value, tuple):
-        return tuple(by_value_or_identity(item) for item in value)
-    return Identity(value)
+    seen = {} if seen is None else seen
+    if isinstance(value, types.FunctionType):  # the same code over the same values is the same function
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        value = (Identity(value.__code__), *cells, value.__defaults__, value.__kwdefaults__)
+    elif isinstance(value, (torch.Tensor, nn.Module, type, Identity)) or callable(value):
+        return value if isinstance(value, Identity) else Identity(value)
+    if id(value) not in seen:
+        seen[id(value)] = Identity(value)
+        if isinstance(value, Mapping):
+            held: list[object] = [*value.keys(), *value.values()]
+        elif isinstance(value, (list, tuple)):
+            held = list(value)
+        else:
+            held = [item for pair in getattr(value, "__dict__", {}).items() for item in pair]
+            if not held:
+                return seen[id(value)]
+        seen[id(value)] = (type(value), tuple(by_value_or_identity(item, seen) for item in held))
+    return seen[id(value)]
 
 
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
@@ -154,6 +175,7 @@ def attributes(model: nn.Module) -> dict[tuple[str, str], object]:
     By module FQN and attribute: each module's own identity, mode, hooks, parameters, buffers and plain attributes.
     """
     state: dict[tuple[str, str], object] = {}
+    seen: dict[int, object] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
         state[fqn, ""] = Identity(module)
         state[fqn, "training"] = module.training
@@ -164,21 +186,54 @@ def attributes(model: nn.Module) -> dict[tuple[str, str], object]:
                 state[fqn, name] = Identity(tensor)
         for name, value in vars(module).items():
             if name not in _MODULE_INTERNALS:
-                state[fqn, name] = by_value_or_identity(value)
+                state[fqn, name] = by_value_or_identity(value, seen)
     return state
 
 
-def _refuse_changed_attributes(before: dict[tuple[str, str], object], after: dict[tuple[str, str], object]) -> None:
-    for key in before.keys() | after.keys():
-        fqn, name = key
-        if key not in before and isinstance(after[key], Identity):
-            continue  # made by this forward, say for the loss to read: no forward can have relied on an earlier one
-        if before.get(key) != after.get(key):
-            raise CaptureError(
-                f"The model's forward assigns to attribute '{name}' of module '{fqn}'. A captured forward runs no Python, so the "
-                "attribute would stay as it is. Keep such state in a buffer and update it in place (buffer.add_(1)), or assign it "
-                "outside of the forward."
-            )
+@contextlib.contextmanager
+def _refuse_changed_attributes(model: nn.Module, made: set[tuple[str, str]]) -> Iterator[None]:
+    """Refuse a forward that keeps something for its next run in an attribute: a captured forward runs no Python.
+
+    An attribute that it makes and that nothing has asked for before (a loss to be read by loss_fn, say) may pass: no earlier run
+    can have mattered. `made` collects these over the runs of one capture, which may be several. So may the lists of their own
+    parameters that torch's recurrent layers renew.
+    """
+    before = attributes(model)
+    asked: set[tuple[int, str]] = set()
+    original = nn.Module.__getattr__
+    capturing = threading.get_ident()
+
+    def watch(module: nn.Module, name: str) -> Any:
+        try:
+            return original(module, name)
+        except AttributeError:
+            if threading.get_ident() == capturing:
+                asked.add((id(vars(module)), name))
+            raise
+
+    setattr(nn.Module, "__getattr__", watch)  # noqa: B010  (a plain assignment is no method's type)
+    try:
+        yield
+    finally:
+        setattr(nn.Module, "__getattr__", original)  # noqa: B010
+    after = attributes(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for fqn, name in before.keys() | after.keys():
+        if not name or before.get((fqn, name)) == after.get((fqn, name)):
+            continue  # (which object stands for a module: while it is captured, one that is shared has several)
+        module = modules[fqn]
+        unasked = not hasattr(type(module), name) and (id(vars(module)), name) not in asked
+        new = (fqn, name) in made or ((fqn, name) not in before and unasked)
+        if new:
+            made.add((fqn, name))
+            continue
+        if isinstance(module, nn.RNNBase) and name.startswith("_flat_weight"):
+            continue
+        raise CaptureError(
+            f"The model's forward assigns to attribute '{name}' of module '{fqn}'. A captured forward runs no Python, so the "
+            "attribute would stay as it is. Keep such state in a buffer and update it in place (buffer.add_(1)), or assign it "
+            "outside of the forward."
+        )
 
 
 def loss_of(result: Any) -> Any:
@@ -224,12 +279,15 @@ def capture_forward(
     wrapped = _Model(model, loss_fn, inputs, want_loss)
     try:
         with (
+            warnings.catch_warnings(),
             torch.inference_mode(False),
             torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(_same, _same),
+            _without_saved_tensor_hooks(),
             _refuse_gradients_export_drops(wrapped),
             _as_if_on(device, wrapped, inputs.tensors) as tensors,
         ):
+            for text in (r".*assigned during export", r"The \.grad attribute of a Tensor that is not a leaf"):
+                warnings.filterwarnings("ignore", message=text)  # of export's own doing, or looked into by us
             exported = torch.export.export(wrapped, tensors, strict=False)
     except Exception as error:
         for cause in _causes(error):
@@ -239,6 +297,10 @@ def capture_forward(
             f"torch.export could not capture {type(model).__name__} into one graph: {_first_lines(error)}\n"
             "Remove control flow that depends on tensor values (or use torch.cond), or leave that part outside of the model."
         ) from error
+    finally:
+        modules = dict(wrapped.model.named_modules())
+        for fqn, name in wrapped.recorded.made:  # what the traced forward made is fake, and none of the model's
+            vars(modules[fqn]).pop(name, None)
     returned = wrapped.recorded.outputs
     if returned is None:
         raise CaptureError(f"torch.export never ran {type(model).__name__}.forward.")
@@ -259,6 +321,11 @@ def capture_forward(
 _DATA: Any = vars(torch._C.TensorBase)["data"]
 
 
+def _is_foreign(value: torch.Tensor) -> bool:
+    """Whether a real tensor that requires a gradient would be differentiated here. The model's own are fake meanwhile."""
+    return torch.is_grad_enabled() and not is_functorch_wrapped_tensor(value)
+
+
 class _Strict(TorchFunctionMode):
     """Watches a forward for what torch.export would lose in silence.
 
@@ -275,7 +342,7 @@ class _Strict(TorchFunctionMode):
                 "place into a buffer instead (buffer.copy_(...))."
             )
         for value in pytree.tree_leaves((args, kwargs)):
-            if type(value) in (torch.Tensor, nn.Parameter) and value.requires_grad:
+            if type(value) in (torch.Tensor, nn.Parameter) and value.requires_grad and _is_foreign(value):
                 raise CaptureError(
                     f"The forward reads a tensor of shape {list(value.shape)} that requires a gradient and is no parameter of the "
                     f"model, {_caller()}: it would get none. Register it as a parameter of the model (for a loss: pass a "
@@ -506,7 +573,9 @@ def capture_stage(
             warnings.filterwarnings("error", message=".*an autograd kernel was not registered", category=UserWarning)
             # As the user calls backward() outside of autocast, or no cast is made twice: eager's own way.
             stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))  # not the caller's: nothing is saved here
+            stack.enter_context(_without_saved_tensor_hooks())
+            # oneDNN's fused recurrent layers keep their workspace only where autograd runs: take the layers apart instead.
+            stack.enter_context(_without_onednn())
             with _fake_mode(stage.module):
                 sent = module.find_aliases(inputs)
             stack.enter_context(torch.fx.traceback.preserve_node_meta())
@@ -518,8 +587,24 @@ def capture_stage(
     return CapturedStage(joint, module.sources, sources, dict(zip(stage.computes, sent, strict=True)))
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+@contextlib.contextmanager
+def _without_onednn() -> Iterator[None]:
+    # Not torch.backends.mkldnn.flags: leaving it warns on machines without an Intel GPU.
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+def _without_saved_tensor_hooks() -> Any:
+    """Keep hooks of the caller's (a checkpointed region's, say) from what tracing saves. None are set where there are none:
+    torch.func refuses any.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _fake_mode(module: fx.GraphModule) -> Any:
