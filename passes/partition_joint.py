@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .aot import InputMutationAOTOutput, TangentAOTInput, forward_output_count, min_cut_partition
+from .aot import GradAOTOutput, InputMutationAOTOutput, PlainAOTOutput, TangentAOTInput, forward_output_count, min_cut_partition
 from .errors import SplitError
 from .graph import (
     build_graph,
@@ -54,6 +54,7 @@ def partition_joint(joint: fx.GraphModule) -> ForwardBackward:
     """
     results = outputs(joint.graph)
     descriptors = output_descriptors(joint.graph)
+    _refuse_effects(joint, descriptors)
     returned = forward_output_count(joint.graph)
     if all(gradient is None for gradient in results[returned:]):
         return _without_backward(joint, results[:returned], descriptors[:returned])
@@ -67,6 +68,19 @@ def partition_joint(joint: fx.GraphModule) -> ForwardBackward:
             )
     _drop_missing_gradients(backward)
     return _own_what_it_saves(forward, backward, returned, descriptors[:returned])
+
+
+def _refuse_effects(joint: fx.GraphModule, descriptors: Sequence[Any]) -> None:
+    known = (PlainAOTOutput, InputMutationAOTOutput, GradAOTOutput)
+    for descriptor in descriptors:
+        if descriptor is not None and not isinstance(descriptor, known):
+            ordered = [node for node in operations(joint.graph) if str(node.target) == "with_effects"]
+            where = "; ".join(f"{node.args[1]}: {describe(node)}" for node in ordered[:3]) or str(descriptor)
+            raise SplitError(
+                f"The model runs an operator whose effect torch keeps in order by a token ({where}). It cannot be moved between "
+                "the halves of a backward. Use a form without the effect: for checked linear algebra the '_ex' one, as in "
+                "torch.linalg.inv_ex."
+            )
 
 
 def _without_backward(joint: fx.GraphModule, results: Sequence[fx.Node | None], descriptors: Sequence[Any]) -> ForwardBackward:

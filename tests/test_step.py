@@ -1279,3 +1279,56 @@ class TestFoundByBreaking:
         x, y = batch()
         model = Between(lambda self, h: h + torch.func.grad(lambda t: t.sin().sum())(h))
         assert_plain_or_refused(model, x, target=y)
+        assert_plain_or_refused(Between(lambda self, h: torch.func.vmap(torch.sin)(h)), x, target=y)
+        assert_plain_or_refused(Between(lambda self, h: torch.func.jvp(torch.sin, (h,), (h,))[1]), x, target=y)
+        assert_step_is_plain(mlp(), x, target=y)  # nothing of it is left behind
+
+    def test_two_inputs_of_one_shape_on_named_devices(self):
+        x, y = batch()
+        model = mlp()
+        expected = copy.deepcopy(model)
+        pipe = twobp_fx.compile(model, 2, loss_fn=mse, compiler="eager", devices=["cpu", "cpu"])
+        torch.testing.assert_close(pipe.step(x, target=y), plain_step(expected, x, target=y, loss_fn=mse))
+        assert_same_state(model, expected)
+
+    def test_reentrant_checkpoint_before_a_no_grad_region(self):
+        def region(self: Any, h: Tensor) -> Tensor:
+            h = torch.utils.checkpoint.checkpoint(self.extra[0], h, use_reentrant=True)
+            with torch.no_grad():
+                scale = h.abs().mean()
+            return h / scale
+
+        x, y = batch()
+        assert_step_is_plain(Between(region, linear()), x, target=y)
+
+    def test_containers_are_the_models_own_afterwards(self, monkeypatch):
+        captures = []
+        original = api.capture_forward
+        monkeypatch.setattr(api, "capture_forward", lambda *a, **k: (captures.append(1), original(*a, **k))[1])
+        model = mlp()
+        model.sizes, model.names = [1, 2], {"a": 1.0}
+        sizes, names = model.sizes, model.names
+        x, y = batch()
+        pipe = make_pipe(model, loss_fn=mse)
+        for _ in range(3):
+            pipe.step(x, target=y)
+        assert len(captures) == 1
+        assert model.sizes is sizes
+        assert model.names is names
+        names["a"] = 2.0
+        pipe.step(x, target=y)
+        assert len(captures) == 2
+
+    def test_checked_linear_algebra(self):
+        x, y = batch()
+        model = Between(lambda self, h: h @ torch.linalg.inv(h.T @ h + torch.eye(WIDTH)))
+        assert_plain_or_refused(model, x, target=y)
+
+    def test_a_copy_of_a_pipe_has_a_model_of_its_own(self):
+        x, y = batch()
+        pipe = make_pipe(mlp(), loss_fn=mse)
+        pipe.step(x, target=y)
+        other = copy.deepcopy(pipe)
+        assert next(other.parameters()) is next(other.model.parameters())
+        assert next(other.parameters()) is not next(pipe.parameters())
+        torch.testing.assert_close(other.step(x, target=y), pipe.step(x, target=y))

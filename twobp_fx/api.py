@@ -207,6 +207,10 @@ class Pipe(nn.Module):
         self._lowered: dict[Any, _Lowered] = {}
         self._latest: _Lowered | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy of the pipe takes along: not what was captured and compiled, which it makes again."""
+        return {**vars(self), "_lowered": {}, "_latest": None}
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute. The pipe's own are plain ones, whatever the model's children are called."""
         if name in _OWN:

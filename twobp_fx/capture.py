@@ -22,10 +22,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
 
 from .errors import CaptureError, InputError, TwobpError
 from .passes.cut_stages import Source, SourceKind, StageGraph
-from .passes.graph import has_effect, outputs, placeholders, storage_key
+from .passes.graph import has_effect, outputs, placeholders, source_line, storage_key
 
 LOSS_PREFIX = "(loss_fn)."
 """Before the FQNs of a loss module's parameters and buffers: no model's FQN begins like this."""
@@ -277,6 +278,7 @@ def capture_forward(
     InputError if a loss is wanted and what comes out is no scalar.
     """
     wrapped = _Model(model, loss_fn, inputs, want_loss)
+    kept: list[tuple[dict[str, Any], dict[str, Any]]] = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
     try:
         with (
             warnings.catch_warnings(),
@@ -298,15 +300,22 @@ def capture_forward(
             "Remove control flow that depends on tensor values (or use torch.cond), or leave that part outside of the model."
         ) from error
     finally:
-        modules = dict(wrapped.model.named_modules())
-        for fqn, name in wrapped.recorded.made:  # what the traced forward made is fake, and none of the model's
-            vars(modules[fqn]).pop(name, None)
+        for state, values in kept:  # export replaces containers by copies, and what the traced forward made is fake
+            for name in [name for name in state if name not in values]:
+                del state[name]
+            state.update(values)
     returned = wrapped.recorded.outputs
     if returned is None:
         raise CaptureError(f"torch.export never ran {type(model).__name__}.forward.")
     _mark_sources(exported, wrapped, model)
     module = exported.graph_module
     for node in list(module.graph.nodes):
+        if getattr(node.target, "__module__", "").startswith("torch._functorch"):
+            raise CaptureError(
+                f"The forward uses a transform of torch.func ({getattr(node.target, '__name__', node.target)}, at "
+                f"{source_line(node) or 'an unknown line'}), which cannot be cut into stages. Write the computation out, or "
+                "leave it outside of the model."
+            )
         if node.target in _ASSERTIONS:
             module.graph.erase_node(node)
         elif stack := node.meta.get("nn_module_stack"):
@@ -372,6 +381,9 @@ def _refuse_gradients_export_drops(model: nn.Module) -> Iterator[None]:
     capturing = threading.get_ident()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction and threading.get_ident() == capturing:
+            function, _preserve_rng_state, *given = args
+            return function(*given)  # what is saved and recomputed is decided by the partition, not here
         if threading.get_ident() == capturing and not cls.__module__.startswith("torch."):
             raise CaptureError(
                 f"The model applies {cls.__module__}.{cls.__qualname__}, a torch.autograd.Function, {_caller()}. torch.export "
@@ -431,7 +443,8 @@ def _as_if_on(
     try:
         for registry, values in kept:
             registry.update({name: fake(value) for name, value in values.items() if value is not None})
-        yield tuple(fake(tensor.detach().requires_grad_(tensor.requires_grad)) for tensor in inputs)
+        own = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]  # alive, so that no two share an id
+        yield tuple(fake(tensor) for tensor in own)
     finally:
         for registry, values in kept:
             registry.update(values)

@@ -35,6 +35,10 @@ class Emitter:
         self.compiler = compiler
         self._emitted: dict[str, tuple[fx.GraphModule, Compiled]] = {}  # a graph keeps its constants, and their ids, alive
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Emitter:
+        """Compiled code is shared between copies."""
+        return self
+
     @property
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         """The decompositions to trace with: Inductor's for Inductor; none otherwise, so that each graph shows torch's operators."""
