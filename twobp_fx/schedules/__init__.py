@@ -1,6 +1,7 @@
 """Pipeline plans: made, checked, simulated, and kept as torch's compute-only CSV. Pure planning: nothing runs here."""
 
 from .actions import Action, ActionKind
+from .automatic import Found, find_plan
 from .catalog import SCHEDULES, build
 from .costs import Costs
 from .placement import Placement, looped, one_chunk, v_shape
@@ -13,11 +14,13 @@ __all__ = [
     "Action",
     "ActionKind",
     "Costs",
+    "Found",
     "Placement",
     "Plan",
     "Simulation",
     "TimelineEntry",
     "build",
+    "find_plan",
     "load",
     "looped",
     "one_chunk",

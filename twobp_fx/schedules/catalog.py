@@ -64,6 +64,13 @@ def _split(generate: Callable[[int, int], Plan], *, chunks: int, least: Callable
     )
 
 
+def _automatic(ranks: int, microbatches: int, chunks: int, split: bool) -> Plan:
+    """The best plan found at equal times, within 1F1B's memory. `find_plan` takes measured times."""
+    from .automatic import find_plan  # here, because it compares with the catalog
+
+    return find_plan(ranks=ranks, microbatches=microbatches, chunks=chunks, solver="greedy", time_limit=1).plan
+
+
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
     {
         "naive": Schedule(_one_chunk(naive), lambda ranks: 1),
@@ -78,6 +85,7 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
         "v-half": _split(v_half, chunks=2),
         "v-min": _split(v_min, chunks=2),
         "dualpipe-v": _split(dualpipe_v, chunks=2, least=_twice),
+        "auto": Schedule(_automatic, _twice, more_chunks=True, always_split=True),
     }
 )
 
@@ -95,10 +103,11 @@ def build(
     microbatches: by default 1 for naive, `ranks` for gpipe, 1f1b and 1f1b-1, and twice `ranks` for the others.
         interleaved-1f1b takes multiples of `ranks`, dualpipe-v at least twice `ranks`, 1f1b-1 and 1f1b-2 their own
         number only.
-    chunks: stages a rank, by default as few as the schedule can have. interleaved-1f1b takes 2 or more; zb-v, v-half,
-        v-min and dualpipe-v place 2 in a V; the others hold one.
+    chunks: stages a rank, by default as few as the schedule can have. interleaved-1f1b takes 2 or more, auto any number;
+        zb-v, v-half, v-min and dualpipe-v place 2 in a V; the others hold one.
     split_backward: False runs B where the split plan runs I, and no W. The zero-bubble family (zb-h1, zb-h2, zb-v, v-half,
-        v-min, dualpipe-v) is always split.
+        v-min, dualpipe-v) and auto are always split.
+    auto is the best plan that `find_plan` finds at equal times within 1F1B's memory.
     Raises PlanError for an unknown name and for numbers that the schedule cannot take.
     """
     schedule = SCHEDULES.get(name)
