@@ -429,15 +429,14 @@ class TestStep:
         x, y = batch()
         model = mlp()
         pipe = make_pipe(model, loss_fn=mse)
+        for call in (lambda: pipe.step(target=y), lambda: pipe.step(x, x, target=y), lambda: pipe.step(x, other=x, target=y)):
+            refused_unchanged(model, call, InputError, "does not take these arguments", "goes in target=")
+        refused_unchanged(model, lambda: pipe(), InputError, "does not take these arguments")
         for call in (
-            lambda: pipe.step(target=y),
-            lambda: pipe.step(x, x, target=y),
-            lambda: pipe.step(x, other=x, target=y),
             lambda: pipe.step(torch.ones(4, WIDTH + 1), target=y),
             lambda: pipe.step(x.tolist(), target=y),
             lambda: pipe.step(None, target=y),
             lambda: pipe(torch.ones(4, WIDTH + 1)),
-            lambda: pipe(),
         ):
             refused_unchanged(model, call, CaptureError, "argument|tensor|Tensor|reduction dim|NoneType")
         expected = copy.deepcopy(model)

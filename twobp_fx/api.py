@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -268,6 +269,7 @@ class Pipe(nn.Module):
             raise InputError("target= was given, but no loss_fn: pass loss_fn= to twobp_fx.compile, or give the model its labels.")
         if not torch.is_grad_enabled():
             raise InputError("pipe.step computes gradients and was called under no_grad. For the outputs alone call pipe(...).")
+        self._check_call(args, kwargs)
         inputs = Inputs.flatten(args, kwargs, target)
         self._check_ready(inputs)
         microbatches = split_batch(inputs, self.plan.microbatches)
@@ -281,6 +283,7 @@ class Pipe(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output for the whole batch, run stage by stage; differentiable once, like any module call."""
+        self._check_call(args, kwargs)
         given = Inputs.flatten(args, kwargs, None)
         self._check_ready(given)
         inputs = replace(given, tensors=tuple(dense(tensor) for tensor in given.tensors))
@@ -320,6 +323,13 @@ class Pipe(nn.Module):
         """
         plan = self.plan if schedule is None else _plan(schedule, self.plan.stages, microbatches, split_backward=True)
         return simulate(plan, costs)
+
+    def _check_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        try:
+            inspect.signature(self.model.forward).bind(*args, **kwargs)
+        except TypeError as error:
+            hint = " What loss_fn compares with goes in target=." if self._loss_fn is not None else ""
+            raise InputError(f"{type(self.model).__name__}.forward does not take these arguments: {error}.{hint}") from None
 
     def _check_ready(self, inputs: Inputs) -> None:
         for path, tensor in zip(inputs.paths, inputs.tensors, strict=True):

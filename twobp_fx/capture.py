@@ -295,6 +295,16 @@ def capture_forward(
         for cause in _causes(error):
             if isinstance(cause, TwobpError):
                 raise cause from None
+        if want_loss and loss_fn is not None and inputs.unflatten(inputs.tensors)[2] is None:
+            raise InputError(
+                "The loss could not be computed, and no target= was given: pass what loss_fn compares with. "
+                f"({_first_lines(error, 1)})"
+            ) from error
+        if isinstance(error, TypeError):
+            raise CaptureError(
+                f"{type(model).__name__} or its loss_fn raised while it was captured: {_first_lines(error)}\n"
+                "Call them the same way outside of the pipe to see where."
+            ) from error
         raise CaptureError(
             f"torch.export could not capture {type(model).__name__} into one graph: {_first_lines(error)}\n"
             "Remove control flow that depends on tensor values (or use torch.cond), or leave that part outside of the model."
