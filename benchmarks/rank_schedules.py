@@ -42,7 +42,7 @@ def profile_and_rank(ranks: int, microbatches: int, repeats: int) -> tuple[list[
         pipe = twobp_fx.compile(model, stages, loss_fn=gpt.loss_fn, schedule=name, microbatches=microbatches)
         if stages not in costs:
             costs[stages] = pipe.profile(x, target=y, repeats=repeats)
-        found: Simulation = pipe.simulate(costs[stages])
+        found: Simulation = pipe.simulate(costs=costs[stages])
         rows.append(
             {"schedule": name, "simulated": found.makespan, "bubble": found.bubble_ratio, "peak_bytes": max(found.peak_memory)}
         )

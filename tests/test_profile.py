@@ -40,12 +40,14 @@ def test_profile_changes_nothing_and_counts_bytes() -> None:
 def test_simulate_is_the_simulator_on_the_named_plan() -> None:
     pipe = twobp_fx.compile(model(), ["3"], loss_fn=nn.functional.mse_loss, compiler="eager")
     x = torch.randn(8, WIDTH)
+    with pytest.raises(twobp_fx.InputError, match="profile"):
+        pipe.simulate()
     costs = pipe.profile(x, target=x, repeats=1)
-    assert pipe.simulate(costs).makespan == simulate(pipe.plan, costs).makespan
+    assert pipe.simulate().makespan == simulate(pipe.plan, costs).makespan
     expected = simulate(build("gpipe", ranks=2, microbatches=6), costs)
-    assert pipe.simulate(costs, "gpipe", microbatches=6).makespan == expected.makespan
+    assert pipe.simulate("gpipe", costs=costs, microbatches=6).makespan == expected.makespan
     with pytest.raises(twobp_fx.PlanError, match="known schedules"):
-        pipe.simulate(costs, "1f1c")
+        pipe.simulate("1f1c")
 
 
 def test_repeats_must_be_positive() -> None:

@@ -33,7 +33,7 @@ _CALLABLES = {
     ActionKind.B: "backward",
 }
 _PROGRESS_DELAY = 2.0
-_OWN = frozenset({"plan", "_model", "_cut", "_loss_fn", "_emitter", "_devices", "_lowered", "_latest"})
+_OWN = frozenset({"plan", "_model", "_cut", "_loss_fn", "_emitter", "_devices", "_lowered", "_latest", "_costs"})
 _CAPTURING = threading.RLock()
 """Tracing and compiling go through state that torch keeps for the whole process: one thread at a time."""
 
@@ -207,6 +207,7 @@ class Pipe(nn.Module):
         self._devices = devices
         self._lowered: dict[Any, _Lowered] = {}
         self._latest: _Lowered | None = None
+        self._costs: Costs | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy of the pipe takes along: not what was captured and compiled, which it makes again."""
@@ -308,21 +309,31 @@ class Pipe(nn.Module):
             raise InputError(f"repeats={repeats}: measure at least once.")
         _, microbatches, lowered = self._prepare(args, kwargs, target, kinds=ActionKind)
         inputs = [[t.detach() for t in microbatches[0]]] * 2
-        return profile_stages(
+        self._costs = profile_stages(
             lowered.programs,
             lambda: self._runners(lowered, inputs, keep_buffers=True),
             loss=lowered.output_names[0],
             threads=worker_threads(len(self.plan.ranks)),
             repeats=repeats,
         )
+        return self._costs
 
-    def simulate(self, costs: Costs, schedule: str | Plan | None = None, microbatches: int | None = None) -> Simulation:
-        """Predict a step under another schedule (None: the pipe's own plan) at measured costs, without running it.
+    def simulate(
+        self, schedule: str | Plan | None = None, *, costs: Costs | None = None, microbatches: int | None = None
+    ) -> Simulation:
+        """Predict a step under another schedule (None: the pipe's own plan), without running it.
 
-        Times are in the unit of `costs`: seconds, from `profile`. Raises PlanError if the schedule does not fit the stages.
+        costs: what actions take, in any unit; None for what `profile` measured last, in seconds.
+        Raises InputError if nothing was measured, PlanError if the schedule does not fit the stages.
         """
+        if costs is None and self._costs is None:
+            raise InputError("Nothing has been measured yet: run pipe.profile(...) first, or pass costs=.")
         plan = self.plan if schedule is None else _plan(schedule, self.plan.stages, microbatches, split_backward=True)
-        return simulate(plan, costs)
+        return simulate(plan, costs or self._costs)
+
+    def extra_repr(self) -> str:
+        """What print(pipe) shows before the model's own parts."""
+        return f"plan '{self.plan.name}': {self.plan.stages} stages, {self.plan.microbatches} micro-batches"
 
     def _check_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         try:
