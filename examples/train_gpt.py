@@ -59,7 +59,7 @@ def step_times(pipes: dict[str, twobp_fx.Pipe], x: torch.Tensor, y: torch.Tensor
 def main() -> None:
     """Run the demo."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--compiler", default="inductor", choices=["inductor", "eager"])
     parser.add_argument("--schedule", default="1f1b-1")
     options = parser.parse_args()
