@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from tqdm import tqdm
 
-from .capture import LOSS_PREFIX, Inputs, attributes, by_value_or_identity, capture_forward
+from .capture import LOSS_PREFIX, Identity, Inputs, attributes, by_value_or_identity, capture_forward, is_among
 from .emit import Compiler, Emitter, emitter
 from .errors import InputError, PlanError
 from .lower import lower
@@ -174,6 +174,8 @@ class _Lowered:
     outputs: Inputs
     output_names: tuple[str, ...]
     constants: Mapping[str, torch.Tensor]
+    read: tuple[tuple[nn.Module, str, torch.Tensor], ...]
+    """The constants that are attributes of a module: (module, name, tensor). Once one is replaced, the capture is out of date."""
 
 
 class Pipe(nn.Module):
@@ -366,8 +368,9 @@ class Pipe(nn.Module):
     def _lower(self, inputs: Inputs, *, want_loss: bool) -> _Lowered:
         key = (want_loss, _signature(inputs), *self._state_signature())
         with _CAPTURING:
-            if key in self._lowered:
-                return self._lowered[key]
+            known = self._lowered.get(key)
+            if known is not None and all(vars(module).get(name) is tensor for module, name, tensor in known.read):
+                return known
             devices = self._stage_devices()
             captured = capture_forward(
                 self.model,
@@ -384,12 +387,16 @@ class Pipe(nn.Module):
                 emitter=self._emitter,
                 devices=devices,
             )
-            self._lowered[key] = _Lowered(programs, captured.outputs, captured.output_names, captured.constants)
+            read = _attributes_among(captured.constants, self._owners())
+            self._lowered[key] = _Lowered(programs, captured.outputs, captured.output_names, captured.constants, read)
             return self._lowered[key]
+
+    def _owners(self) -> list[nn.Module]:
+        return [self.model, *([self._loss_fn] if isinstance(self._loss_fn, nn.Module) else [])]
 
     def _state_signature(self) -> tuple[Any, ...]:
         """What a capture depends on besides the arguments: attributes, the layout of parameters and buffers, autocast."""
-        modules = [self.model, *([self._loss_fn] if isinstance(self._loss_fn, nn.Module) else [])]
+        modules = self._owners()
         state = [
             (name, tensor)
             for module in modules
@@ -398,7 +405,7 @@ class Pipe(nn.Module):
         ]
         kinds = {"cpu"} | {tensor.device.type for _, tensor in state if not tensor.is_meta}
         return (
-            tuple(tuple(attributes(module).items()) for module in modules),
+            tuple((key, _but_tensors(value)) for module in modules for key, value in attributes(module).items()),
             by_value_or_identity(self._loss_fn),
             tuple((name, tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad) for name, t in state),
             tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds)),
@@ -501,6 +508,24 @@ class Pipe(nn.Module):
                 totals.append(torch.stack(wholes).sum(0))
         if roots:  # all at once: they may come out of one graph
             torch.autograd.backward(roots, totals)
+
+
+def _but_tensors(value: object) -> object:
+    """A forward may leave a tensor on its module at every call: which one it is counts only if a capture read it."""
+    tensor = value.value if isinstance(value, Identity) else None
+    return torch.Tensor if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter) else value
+
+
+def _attributes_among(
+    constants: Mapping[str, torch.Tensor], owners: Sequence[nn.Module]
+) -> tuple[tuple[nn.Module, str, torch.Tensor], ...]:
+    return tuple(
+        (module, name, value)
+        for owner in owners
+        for module in owner.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor) and is_among(value, constants)
+    )
 
 
 def _signature(inputs: Inputs) -> Any:

@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -87,6 +87,7 @@ class _Recorded:
 
     def __init__(self) -> None:
         self.made: set[tuple[str, str]] = set()
+        self.replaced: dict[tuple[str, str], torch.Tensor] = {}
 
 
 class _Model(nn.Module):
@@ -107,7 +108,7 @@ class _Model(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs, target = self.inputs.unflatten(tensors)
-        with _refuse_changed_attributes(self.model, self.recorded.made), _Strict():
+        with _refuse_changed_attributes(self.model, self.recorded), _Strict():
             result = self.model(*args, **kwargs)
             if self.want_loss:
                 result = loss_of(result) if self.loss_fn is None else self.loss_fn(result, target)
@@ -148,7 +149,7 @@ def by_value_or_identity(value: object, seen: dict[int, object] | None = None) -
         return type(value), value
     seen = {} if seen is None else seen
     if isinstance(value, types.FunctionType):  # the same code over the same values is the same function
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        cells = [_contents(cell) for cell in value.__closure__ or ()]
         value = (Identity(value.__code__), *cells, value.__defaults__, value.__kwdefaults__)
     elif isinstance(value, (torch.Tensor, nn.Module, type, Identity)) or callable(value):
         return value if isinstance(value, Identity) else Identity(value)
@@ -164,6 +165,13 @@ def by_value_or_identity(value: object, seen: dict[int, object] | None = None) -
                 return seen[id(value)]
         seen[id(value)] = (type(value), tuple(by_value_or_identity(item, seen) for item in held))
     return seen[id(value)]
+
+
+def _contents(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
 
 
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
@@ -192,13 +200,15 @@ def attributes(model: nn.Module) -> dict[tuple[str, str], object]:
 
 
 @contextlib.contextmanager
-def _refuse_changed_attributes(model: nn.Module, made: set[tuple[str, str]]) -> Iterator[None]:
+def _refuse_changed_attributes(model: nn.Module, recorded: _Recorded) -> Iterator[None]:
     """Refuse a forward that keeps something for its next run in an attribute: a captured forward runs no Python.
 
     An attribute that it makes and that nothing has asked for before (a loss to be read by loss_fn, say) may pass: no earlier run
-    can have mattered. `made` collects these over the runs of one capture, which may be several. So may the lists of their own
-    parameters that torch's recurrent layers renew.
+    can have mattered. `recorded.made` collects these over the runs of one capture, which may be several. So may the lists of their
+    own parameters that torch's recurrent layers renew, and a tensor in place of another: `_refuse_carried_state` asks if that
+    one was read.
     """
+    made = recorded.made
     before = attributes(model)
     asked: set[tuple[int, str]] = set()
     original = nn.Module.__getattr__
@@ -223,6 +233,10 @@ def _refuse_changed_attributes(model: nn.Module, made: set[tuple[str, str]]) -> 
         if not name or before.get((fqn, name)) == after.get((fqn, name)):
             continue  # (which object stands for a module: while it is captured, one that is shared has several)
         module = modules[fqn]
+        old = _held_tensor(before.get((fqn, name)))
+        if name in vars(module) and old is not None and _held_tensor(after.get((fqn, name))) is not None:
+            recorded.replaced.setdefault((fqn, name), old)
+            continue
         unasked = not hasattr(type(module), name) and (id(vars(module)), name) not in asked
         new = (fqn, name) in made or ((fqn, name) not in before and unasked)
         if new:
@@ -235,6 +249,28 @@ def _refuse_changed_attributes(model: nn.Module, made: set[tuple[str, str]]) -> 
             "attribute would stay as it is. Keep such state in a buffer and update it in place (buffer.add_(1)), or assign it "
             "outside of the forward."
         )
+
+
+def _held_tensor(key: object) -> torch.Tensor | None:
+    return key.value if isinstance(key, Identity) and isinstance(key.value, torch.Tensor) else None
+
+
+def is_among(tensor: torch.Tensor, constants: Mapping[str, Any]) -> bool:
+    """Whether one of a capture's constants is this tensor, or shares its storage."""
+    if is_fake(tensor) or is_functorch_wrapped_tensor(tensor) or tensor.layout is not torch.strided:
+        return False
+    held = (value for value in constants.values() if isinstance(value, torch.Tensor))
+    return any(not is_functorch_wrapped_tensor(value) and storage_key(value) == storage_key(tensor) for value in held)
+
+
+def _refuse_carried_state(replaced: Mapping[tuple[str, str], torch.Tensor], constants: Mapping[str, Any]) -> None:
+    for (fqn, name), old in replaced.items():
+        if is_among(old, constants):
+            raise CaptureError(
+                f"The model's forward reads attribute '{name}' of module '{fqn}' and then assigns to it, to carry it from call to "
+                "call. A captured forward runs no Python, so it would stay as it is. Keep such state in a buffer and update it in "
+                "place (buffer.copy_(...))."
+            )
 
 
 def loss_of(result: Any) -> Any:
@@ -332,6 +368,7 @@ def capture_forward(
             node.meta["nn_module_stack"] = {key: (_strip(path), cls) for key, (path, cls) in stack.items() if path != ""}
     module.graph.eliminate_dead_code(has_effect)
     module.recompile()
+    _refuse_carried_state(wrapped.recorded.replaced, exported.constants)
     constants = {name: value for name, value in exported.constants.items() if isinstance(value, torch.Tensor)}
     names = tuple(node.name for node in outputs(module.graph))
     return Captured(module, returned, names, constants)
