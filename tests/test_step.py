@@ -1332,3 +1332,19 @@ class TestFoundByBreaking:
         assert next(other.parameters()) is next(other.model.parameters())
         assert next(other.parameters()) is not next(pipe.parameters())
         torch.testing.assert_close(other.step(x, target=y), pipe.step(x, target=y))
+
+    def test_buffers_tied_after_a_step(self):
+        def scaled(self: Any, h: Tensor) -> Tensor:
+            self.state.add_(1.0)
+            return h * self.state + self.other
+
+        x, y = batch()
+        model = Between(scaled, buffer=torch.zeros(WIDTH))
+        model.register_buffer("other", torch.zeros(WIDTH))
+        pipe = make_pipe(model, loss_fn=mse)
+        pipe.step(x, target=y)
+        model.other = model.state
+        model.zero_grad()
+        expected = copy.deepcopy(model)
+        torch.testing.assert_close(pipe.step(x, target=y), plain_step(expected, x, target=y, loss_fn=mse))
+        assert_same_state(model, expected)

@@ -404,10 +404,14 @@ class Pipe(nn.Module):
             for name, tensor in named(remove_duplicate=False)
         ]
         kinds = {"cpu"} | {tensor.device.type for _, tensor in state if not tensor.is_meta}
+        first: dict[int, str] = {}  # which names stand for one tensor: tied ones
         return (
             tuple((key, _but_tensors(value)) for module in modules for key, value in attributes(module).items()),
             by_value_or_identity(self._loss_fn),
-            tuple((name, tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad) for name, t in state),
+            tuple(
+                (name, first.setdefault(id(t), name), tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad)
+                for name, t in state
+            ),
             tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds)),
         )
 
