@@ -59,8 +59,18 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the node draws random numbers."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    """Whether the node draws random numbers, itself or in a graph it runs.
+
+    Attention kernels are tagged by torch as random for their dropout: without any they draw none, and their backward is given the
+    forward's seed.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return any(is_random(inner) for body in bodies(node) for inner in operations(body.graph))
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    given = {argument.name: value for argument, value in _schema_arguments(node, target)}
+    return given.get("dropout_p") != 0 and "philox_seed" not in given
 
 
 def has_effect(node: fx.Node) -> bool:
@@ -91,17 +101,17 @@ def _operands(node: fx.Node, body: fx.GraphModule) -> list[tuple[fx.Node, fx.Nod
     return list(zip(taken, given[-len(taken) :] if taken else [], strict=False))
 
 
-def _flat_nodes(arguments: tuple[Any, ...]) -> list[fx.Node]:
+def _flat_nodes(arguments: Any) -> list[fx.Node]:
     found: list[fx.Node] = []
     fx.map_arg(arguments, found.append)
     return found
 
 
-def _schema_arguments(node: fx.Node, target: torch._ops.OpOverload) -> Iterator[tuple[Any, list[fx.Node]]]:
-    """Each argument of the operator's schema, with the nodes given for it."""
+def _schema_arguments(node: fx.Node, target: torch._ops.OpOverload) -> Iterator[tuple[Any, Any]]:
+    """Each argument of the operator's schema, with what the node gives for it."""
     for position, argument in enumerate(target._schema.arguments):
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        yield argument, [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)]
+        default = argument.default_value if argument.has_default_value() else None
+        yield argument, node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, default)
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
@@ -109,12 +119,11 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     if isinstance(node.target, torch._ops.OpOverload):
         if not node.target._schema.is_mutable:
             return []
-        pairs = _schema_arguments(node, node.target)
         return [
-            value
-            for argument, values in pairs
+            each
+            for argument, value in _schema_arguments(node, node.target)
             if argument.alias_info is not None and argument.alias_info.is_write
-            for value in values
+            for each in _flat_nodes(value)
         ]
     written: list[fx.Node] = []
     for body in bodies(node):
@@ -135,10 +144,10 @@ def aliased_arguments(node: fx.Node) -> list[fx.Node]:
         if returned.alias_info is not None:
             shared |= returned.alias_info.before_set | returned.alias_info.after_set
     return [
-        value
-        for argument, values in _schema_arguments(node, node.target)
+        each
+        for argument, value in _schema_arguments(node, node.target)
         if argument.alias_info is not None and argument.alias_info.before_set & shared
-        for value in values
+        for each in _flat_nodes(value)
     ]
 
 

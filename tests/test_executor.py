@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import itertools
 import signal
 import threading
 import time
@@ -452,6 +453,38 @@ def count_tensors() -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return sum(isinstance(o, Tensor) for o in gc.get_objects())
+
+
+def test_forwards_of_two_ranks_run_at_the_same_time():
+    """Those of stages that draw random numbers take turns. Attention without dropout looks random to torch, and draws none."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = linear()
+
+        def forward(self, h: Tensor) -> Tensor:
+            heads = self.project(h)[:, None, None]
+            return nn.functional.scaled_dot_product_attention(heads, heads, heads)[:, 0, 0]
+
+    started = itertools.count()
+    meeting = threading.Barrier(2, timeout=PATIENCE / 2)
+
+    def compiler(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        names = [str(node.target) for node in module.graph.nodes]
+        forward = any("attention" in name and "backward" not in name for name in names)
+
+        def run(*args: Tensor) -> Any:
+            if forward and next(started) in (1, 2):  # 0F1 and 1F0, which both follow 0F0
+                meeting.wait()
+            return module(*args)
+
+        return run
+
+    pipe = make_pipe(nn.Sequential(Attention(), Attention()), loss_fn=mse, schedule="gpipe", microbatches=2, compiler=compiler)
+    x, y = batch()
+    within_patience(lambda: pipe.step(x, target=y))
+    assert next(started) == 4
 
 
 @pytest.mark.parametrize("split", [True, False])

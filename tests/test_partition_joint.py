@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import (
@@ -127,6 +129,28 @@ class TestRandom:
                 refused = None
         assert drawn == []
         assert refused in (None, True)
+
+    @pytest.mark.parametrize(("dropout", "random"), [(0.0, []), (0.5, ["_scaled_dot_product_efficient_attention.default"])])
+    def test_attention_draws_only_for_its_dropout_and_never_in_the_backward(self, dropout, random):
+        """Torch tags the kernels of both directions as random, whatever their dropout."""
+
+        def attend(q: Tensor, seed: Tensor) -> object:
+            out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, q, q, None, True, dropout)
+            return torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+                out, q, q, q, None, out, logsumexp, seed, seed, dropout, [True, True, True, False]
+            )
+
+        with FakeTensorMode() as fakes:
+            q, seed = (fakes.from_tensor(each) for each in (torch.ones(1, 1, 4, 8), torch.ones((), dtype=torch.int64)))
+            graph = make_fx(attend)(q, seed).graph
+        assert [str(node.target).removeprefix("aten.") for node in operations(graph) if is_random(node)] == random
+
+    def test_a_draw_in_a_branch(self):
+        def branch(x: Tensor) -> Tensor:
+            return torch.cond(x.sum() > 0, lambda x: x + torch.rand(4), lambda x: x.sin(), (x,))
+
+        graph = make_fx(branch)(torch.ones(4)).graph
+        assert [str(node.target) for node in operations(graph) if is_random(node)] == ["cond"]
 
     def test_a_draw_in_the_backward_is_refused_by_name(self):
         class Redraw(torch.autograd.Function):
