@@ -2,72 +2,82 @@
 
     python -m benchmarks.rank_schedules [--ranks 2] [--microbatches 8] [--repeats 15] [--json FILE]
 
-The stages are profiled one by one with one intra-op thread (`pipe.profile`), every schedule of the catalog is simulated at these
-costs (`pipe.simulate`), and the step of three is measured in process, repetitions interleaved, medians. In process a rank is a
-thread: the comparison means something only while every rank has a core of its own.
+The stages are profiled one by one with one intra-op thread (`pipe.profile`), in turns with in-process steps of three schedules,
+medians of both; every schedule of the catalog is simulated at these costs (`pipe.simulate`). In process a rank is a thread: the
+comparison means something only while every rank has a core of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
-import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from tabulate import tabulate
 
 import twobp_fx
+from benchmarks.timing import interleaved
 from examples import gpt, text
 from examples.train_gpt import SIZES
-from twobp_fx.schedules import SCHEDULES, Simulation
+from twobp_fx.schedules import SCHEDULES, Costs
 
 MEASURED = ("1f1b", "gpipe", "zb-h1")
 MICROBATCH = 4
 
 
-def profile_and_rank(ranks: int, microbatches: int, repeats: int) -> tuple[list[dict[str, Any]], dict[str, twobp_fx.Pipe]]:
-    """A row a schedule (name, simulated seconds, bubble, peak bytes), best first; and the pipes of those to measure."""
-    torch.set_num_threads(1)
+def candidates(ranks: int, microbatches: int) -> dict[str, twobp_fx.Pipe]:
+    """The demo's model under every schedule that takes this many ranks and micro-batches, by name."""
     model = gpt.build(**{**SIZES, "width": 256, "length": 128})
-    x, y = batch(microbatches)
-    costs: dict[int, Any] = {}
-    rows: list[dict[str, Any]] = []
-    pipes: dict[str, twobp_fx.Pipe] = {}
-    for name, schedule in SCHEDULES.items():
-        if name == "naive" or (schedule.fixed and schedule.microbatches(ranks) != microbatches):
-            continue
-        stages = ranks * schedule.chunks
-        pipe = twobp_fx.compile(model, stages, loss_fn=gpt.loss_fn, schedule=name, microbatches=microbatches)
-        if stages not in costs:
-            costs[stages] = pipe.profile(x, target=y, repeats=repeats)
-        found: Simulation = pipe.simulate(costs=costs[stages])
-        rows.append(
-            {"schedule": name, "simulated": found.makespan, "bubble": found.bubble_ratio, "peak_bytes": max(found.peak_memory)}
+    return {
+        name: twobp_fx.compile(model, ranks * schedule.chunks, loss_fn=gpt.loss_fn, schedule=name, microbatches=microbatches)
+        for name, schedule in SCHEDULES.items()
+        if name != "naive" and (not schedule.fixed or schedule.microbatches(ranks) == microbatches)
+    }
+
+
+def measure(ranks: int, microbatches: int, repeats: int) -> list[dict[str, Any]]:
+    """A row a schedule, best first: its name, simulated seconds, bubble and peak bytes, and the measured seconds of some."""
+    torch.set_num_threads(1)
+    pipes = candidates(ranks, microbatches)
+    x, y = text.batches(text.load(), MICROBATCH * microbatches, 128, torch.Generator().manual_seed(0))
+    profiled: dict[int, list[Costs]] = {pipe.plan.stages: [] for pipe in pipes.values()}
+    sources = {pipe.plan.stages: pipe for pipe in pipes.values()}
+    runs: dict[str, Callable[[], object]] = {
+        name: functools.partial(pipes[name].step, x, target=y) for name in MEASURED if name in pipes
+    }
+    for stages, pipe in sources.items():
+        runs[f"profile of {stages} stages"] = functools.partial(
+            lambda stages, pipe: profiled[stages].append(pipe.profile(x, target=y, repeats=1)), stages, pipe
         )
-        if name in MEASURED:
-            pipes[name] = pipe
-    return sorted(rows, key=lambda row: float(row["simulated"])), pipes
+    measured = interleaved(runs, repeats=repeats)
+    costs = {stages: median_costs(each[2:]) for stages, each in profiled.items()}  # the first two warm up
+    rows = []
+    for name, pipe in pipes.items():
+        found = pipe.simulate(costs=costs[pipe.plan.stages])
+        rows.append(
+            {
+                "schedule": name,
+                "simulated": found.makespan,
+                "bubble": found.bubble_ratio,
+                "peak_bytes": max(found.peak_memory),
+                "measured": measured.get(name),
+            }
+        )
+    return sorted(rows, key=lambda row: float(row["simulated"]))
 
 
-def batch(microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Real text for one step."""
-    return text.batches(text.load(), MICROBATCH * microbatches, 128, torch.Generator().manual_seed(0))
+def median_costs(profiles: Sequence[Costs]) -> Costs:
+    """The median over profiles of each stage's F, I, W and B."""
 
+    def median(field: str) -> list[float]:
+        return [statistics.median(stage) for stage in zip(*(getattr(each, field) for each in profiles), strict=True)]
 
-def measure(pipes: dict[str, twobp_fx.Pipe], microbatches: int, repeats: int) -> dict[str, float]:
-    """Median seconds of a step of each pipe."""
-    x, y = batch(microbatches)
-    times: dict[str, list[float]] = {name: [] for name in pipes}
-    for repeat in range(repeats + 2):
-        for name, pipe in pipes.items():
-            pipe.zero_grad()
-            before = time.perf_counter()
-            pipe.step(x, target=y)
-            if repeat > 1:
-                times[name].append(time.perf_counter() - before)
-    return {name: statistics.median(each) for name, each in times.items()}
+    return replace(profiles[0], **{field: median(field) for field in ("forward", "backward_input", "backward_weight", "backward")})
 
 
 def main() -> None:
@@ -78,10 +88,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", help="write the rows to this file")
     options = parser.parse_args()
-    rows, pipes = profile_and_rank(options.ranks, options.microbatches, options.repeats)
-    measured = measure(pipes, options.microbatches, options.repeats)
-    for row in rows:
-        row["measured"] = measured.get(row["schedule"])
+    rows = measure(options.ranks, options.microbatches, options.repeats)
     table = [
         [
             row["schedule"],
