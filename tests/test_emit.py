@@ -2,6 +2,8 @@
 
 import gc
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -296,3 +298,16 @@ def test_an_input_that_writes_is_caught():
         broken = lower_module(block(), leaf(8, 16), emitter=DonatingEmitter(position))
         with pytest.raises(AssertionError, match="I of micro-batch 0 wrote into"):
             assert_input_leaves_saved_values_alone(broken)
+
+
+def test_max_pooling_is_captured_by_a_process_that_has_used_nothing_of_inductor_yet():
+    """Its decomposition reaches for a module of Inductor's that only compiling imports."""
+    program = (
+        "import torch, twobp_fx; from torch import nn\n"
+        "model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.MaxPool2d(2), nn.Conv2d(2, 2, 3))\n"
+        "example = {'example_args': (torch.ones(1, 1, 12, 12),), 'example_kwargs': {'target': torch.ones(1, 2, 3, 3)}}\n"
+        "pipe = twobp_fx.compile(model, 1, loss_fn=nn.functional.mse_loss, **example)\n"
+        "assert pipe.stages[0].graphs.backward_weight.graph.nodes\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

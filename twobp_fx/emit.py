@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import importlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -75,14 +77,20 @@ def _named(compiler: str) -> Emitter:
     return Emitter(compiler)
 
 
+@contextlib.contextmanager
+def _importing_inductor() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.jit.*", category=DeprecationWarning)  # Inductor's own imports
+        yield
+
+
 def _inductor(module: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., Any]:
     """Compile a plain graph with Inductor.
 
     No autograd and no tracing context of a joint graph: so Inductor knows of no buffer it may overwrite ("donated buffers"), and
     I cannot write into what W still reads.
     """
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.jit.*", category=DeprecationWarning)  # Inductor's own imports
+    with torch.no_grad(), _importing_inductor():
         from torch._inductor import standalone_compile
 
         function: Callable[..., Any] = standalone_compile(module, list(examples), dynamic_shapes="from_graph")
@@ -90,7 +98,9 @@ def _inductor(module: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[
 
 
 def _inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:
-    from torch._inductor.decomposition import select_decomp_table
+    with _importing_inductor():
+        importlib.import_module("torch._inductor.lowering")  # some decompositions reach for it without importing it
+        from torch._inductor.decomposition import select_decomp_table
 
     table: Mapping[Any, Callable[..., Any]] = select_decomp_table()
     return table
