@@ -29,6 +29,7 @@ matrix: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks.capture_scale
 	$(BIN)/python -m benchmarks.overlap
+	$(BIN)/python -m benchmarks.rank_schedules
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
