@@ -59,6 +59,13 @@ def partition_joint(joint: fx.GraphModule) -> ForwardBackward:
     if all(gradient is None for gradient in results[returned:]):
         return _without_backward(joint, results[:returned], descriptors[:returned])
     forward, backward = min_cut_partition(joint)
+    refuse_draws(backward)
+    _drop_missing_gradients(backward)
+    return _own_what_it_saves(forward, backward, returned, descriptors[:returned])
+
+
+def refuse_draws(backward: fx.GraphModule) -> None:
+    """Raise SplitError if B draws random numbers, naming the node: what F drew must be saved."""
     for node in operations(backward.graph):
         if is_random(node):
             raise SplitError(
@@ -66,8 +73,6 @@ def partition_joint(joint: fx.GraphModule) -> ForwardBackward:
                 "recomputed: set torch._functorch.config.activation_memory_budget back to 1, or move the random operation "
                 "out of the checkpointed region."
             )
-    _drop_missing_gradients(backward)
-    return _own_what_it_saves(forward, backward, returned, descriptors[:returned])
 
 
 def _refuse_effects(joint: fx.GraphModule, descriptors: Sequence[Any]) -> None:

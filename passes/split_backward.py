@@ -20,6 +20,7 @@ import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from .aot import GradAOTOutput, ParamAOTInput, gradients
@@ -65,16 +66,19 @@ def split_backward(backward: fx.GraphModule) -> BackwardSplit:
     if of_inputs:
         _refuse_shared_writes(graph, effects, moved)
 
+    sizes = {
+        node for node in placeholders(graph) if isinstance(node.meta.get("val"), torch.SymInt)
+    }  # both halves may speak of them
     backward_input = build_graph(
         backward,
-        [node for node in placeholders(graph) if node in in_input],
+        [node for node in placeholders(graph) if node in in_input | sizes],
         [node for node in graph.nodes if node in in_input and node.op not in ("placeholder", "output")],
         [*(value for value, _ in of_inputs), *stash],
         results_meta={"desc": [*(GradAOTOutput(of) for _, of in of_inputs), *([None] * len(stash))]},
     )
     backward_weight = build_graph(
         backward,
-        [*(node for node in placeholders(graph) if node in read_by_weight), *stash],
+        [*(node for node in placeholders(graph) if node in read_by_weight | sizes), *stash],
         [*(node for node in graph.find_nodes(op="get_attr") if node in read_by_weight), *moved],
         [value for value, _ in of_parameters],
         results_meta={"desc": [GradAOTOutput(of) for _, of in of_parameters]},

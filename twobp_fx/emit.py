@@ -7,14 +7,14 @@ import functools
 import hashlib
 import importlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from .errors import CompileError, InputError
-from .passes.graph import operations, outputs, placeholders
+from .passes.graph import build_graph, operations, outputs, placeholders
 from .program import Compiled
 
 Compiler = str | Callable[[fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
@@ -56,6 +56,8 @@ class Emitter:
     def _compile(self, module: fx.GraphModule, label: str) -> Compiled:
         if self.compiler == "eager" or not operations(module.graph):
             return lambda args: tuple(module(*args))  # nothing to compile where values are only passed through
+        if any(value is None for value in outputs(module.graph)):
+            return self._around_missing(module, label)
         examples = [node.meta["val"] for node in placeholders(module.graph)]
         try:
             function = self.compiler(module, examples) if callable(self.compiler) else _inductor(module, examples)
@@ -65,6 +67,18 @@ class Emitter:
                 "Try compiler='eager' to tell a fault of the compiler from one of the split."
             ) from error
         return lambda args: tuple(function(*args))
+
+    def _around_missing(self, module: fx.GraphModule, label: str) -> Compiled:
+        """Compile what is there: Inductor takes no graph that returns None."""
+        every = outputs(module.graph)
+        nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
+        present = self._compile(build_graph(module, placeholders(module.graph), nodes, [v for v in every if v is not None]), label)
+
+        def run(args: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+            results = iter(present(args))
+            return tuple(None if value is None else next(results) for value in every)
+
+        return run
 
 
 def emitter(compiler: Compiler) -> Emitter:
@@ -90,6 +104,9 @@ def _inductor(module: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[
     No autograd and no tracing context of a joint graph: so Inductor knows of no buffer it may overwrite ("donated buffers"), and
     I cannot write into what W still reads.
     """
+    if any(isinstance(size, torch.SymInt) for example in examples for size in _sizes(example)):
+        for node in outputs(module.graph):  # where Inductor looks for what gives symbolic sizes their meaning
+            node.meta.setdefault("example_value", node.meta["val"])
     with torch.no_grad(), _importing_inductor():
         from torch._inductor import standalone_compile
 
@@ -133,5 +150,14 @@ def _identity(module: fx.GraphModule, node: fx.Node) -> object:
 
 def _layout(value: object) -> object:
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), tuple(value.stride()), value.dtype, value.device
-    return type(value), str(value)
+        return _sizes(value), {_environment(size) for size in _sizes(value)}, value.dtype, value.device
+    return type(value), str(value), _environment(value)
+
+
+def _sizes(value: object) -> tuple[object, ...]:
+    return (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
+
+
+def _environment(size: object) -> int | None:
+    """What gives a symbolic size its meaning: equal names in two of them have nothing to do with each other."""
+    return id(size.node.shape_env) if isinstance(size, torch.SymInt) else None

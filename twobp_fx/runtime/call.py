@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..program import StageProgram
+from .autocast import as_traced
 from .stage import StageRunner
 
 
@@ -57,7 +57,7 @@ class _PipeCall(torch.autograd.Function):
         """Run every F. What the stages hold is saved through autograd, which then notices when it is overwritten."""
         runners = call.runners(True)
         values: dict[str, torch.Tensor] = {}
-        with _as_traced(call.programs):
+        with as_traced(_devices(call.programs)):
             for runner in runners:
                 values = runner.forward(0, values)
         held = [runner.release(0) for runner in runners]
@@ -84,7 +84,7 @@ class _PipeCall(torch.autograd.Function):
             if tangent is not None:
                 before = values.get(name)
                 values[name] = tangent if before is None else before + tangent
-        with _as_traced(call.programs):
+        with as_traced(_devices(call.programs)):
             for runner in reversed(runners):
                 values = runner.backward(0, values)
         return (
@@ -97,14 +97,8 @@ class _PipeCall(torch.autograd.Function):
         )
 
 
-@contextlib.contextmanager
-def _as_traced(programs: Sequence[StageProgram]) -> Iterator[None]:
-    """No autocast of the caller's: the graphs hold the casts that it made when they were traced."""
-    kinds = {"cpu"} | {value.device.type for program in programs for value in program.signatures["forward"].takes}
-    with contextlib.ExitStack() as stack:
-        for kind in kinds - {"meta"}:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+def _devices(programs: Sequence[StageProgram]) -> set[torch.device]:
+    return {value.device for program in programs for value in program.signatures["forward"].takes}
 
 
 def _total(parts: Any) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ import torch
 
 from ..passes.graph import storage_key
 from ..program import Compiled, Role, Signature, StageProgram, Value
+from .strides import with_strides
 
 _RANDOM_STATE = threading.Lock()
 _MASK = (1 << 64) - 1
@@ -217,12 +218,7 @@ def _conform(tensor: torch.Tensor, value: Value) -> torch.Tensor:
         tensor = tensor.to(value.device, non_blocking=True)
     if tensor.stride() == value.stride or tensor.numel() == 0:
         return tensor
-    if value.role in _OUR_OWN:  # expanded when traced: all entries along such a dimension are equal, and one is kept
-        for dim, (size, stride) in enumerate(zip(value.shape, value.stride, strict=True)):
-            if stride == 0 and size > 1:
-                tensor = tensor.narrow(dim, 0, 1)
-    made = torch.empty_strided(tensor.shape, value.stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-    return made.expand(value.shape)
+    return with_strides(tensor, value.stride, own=value.role in _OUR_OWN)
 
 
 @contextmanager

@@ -1,0 +1,328 @@
+"""Weight gradients put off: run a backward's I now, keep its W's, run them when there is time.
+
+Where I leaves off. Autograd runs the backward as always, but towards a chosen set of leaves: all that are reached except the
+parameters whose gradients are put off. Their AccumulateGrad nodes do not run, so no hook of theirs fires. W, later, hands the
+gradients to the same nodes: tensor hooks, post-accumulate hooks, DDP's reducer and optimizers in the backward see each once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from tabulate import tabulate
+from torch.autograd.graph import GradientEdge, Node
+
+from .errors import InputError
+from .passes.graph import storage_key
+from .runtime.autocast import as_traced
+
+_engine = torch.autograd.backward
+
+
+class Deferrable(Protocol):
+    """A compiled graph whose parameter gradients can be put off. Autograd sees each call of it as one node.
+
+    label: for people. parameters: the slots (edges of the node) that lead to parameters, with their names. deferred: the calls
+    whose backward is running now, and which shall put off their W.
+    """
+
+    label: str
+    parameters: dict[int, str]
+    deferred: dict[Node, Deferral]
+
+
+@dataclass(frozen=True, slots=True)
+class Deferral:
+    """What one call's backward has to do: run I, with the gradients of `kept` parameters (slot: why), and put off the rest."""
+
+    pending: PendingWeightGradients
+    kept: Mapping[int, str]
+    parameters: Mapping[int, torch.Tensor]
+
+
+class WeightGradients:
+    """W of one call of one compiled graph.
+
+    label: the graph's. parameters: those that get a gradient, by name. kept: names of those whose gradient was computed in I
+    already, with the reason. nbytes: what it holds, in bytes, besides the parameters themselves. waiting: whether it is still to be
+    run.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        parameters: Mapping[str, torch.Tensor],
+        kept: Mapping[str, str],
+        held: Sequence[Any],
+        compute: Callable[[Sequence[Any]], Sequence[torch.Tensor | None]],
+    ) -> None:
+        self.label = label
+        self.parameters = parameters
+        self.kept = kept
+        self.waiting = True
+        self._held = held
+        self._compute = compute
+        own = {storage_key(leaf) for leaf in parameters.values()}
+        tensors = [each for each in held if isinstance(each, torch.Tensor)]
+        storages = {storage_key(each): each.untyped_storage().nbytes() for each in tensors}
+        self.nbytes = sum(size for key, size in storages.items() if key not in own)
+
+    def run(self) -> None:
+        """Compute the gradients and accumulate them into `.grad`; every hook of a parameter fires once.
+
+        If computing them fails, the error is raised and this stays pending. Raises InputError if it is not pending.
+        """
+        if not self.waiting:
+            raise InputError(f"The weight gradients of {self.label} are not pending: they were run, or dropped.")
+        with torch.no_grad(), as_traced({each.device for each in self._held if isinstance(each, torch.Tensor)}):
+            gradients = self._compute(self._held)
+        self.drop()
+        pairs = [
+            (leaf, gradient)
+            for leaf, gradient in zip(self.parameters.values(), gradients, strict=True)
+            if gradient is not None and leaf.requires_grad
+        ]
+        if pairs:
+            with torch.enable_grad():
+                _engine([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
+
+    def drop(self) -> None:
+        """Let go of all it holds; it can no longer be run."""
+        self.waiting = False
+        self._held = ()
+
+
+class PendingWeightGradients:
+    """W's waiting to be run, in the order in which their I's ran: one a call of a compiled graph."""
+
+    def __init__(self) -> None:
+        self._added: list[WeightGradients] = []
+
+    def __len__(self) -> int:
+        return sum(each.waiting for each in self._added)
+
+    def __iter__(self) -> Iterator[WeightGradients]:
+        """Over those waiting now; each can be run on its own."""
+        return iter([each for each in self._added if each.waiting])
+
+    def __str__(self) -> str:
+        """A table of what is pending, and of what could not be put off, with the reason."""
+        rows = [
+            [i, each.label, len(each.parameters), each.nbytes, "; ".join(f"{name}: {why}" for name, why in each.kept.items())]
+            for i, each in enumerate(self)
+        ]
+        return tabulate(rows, headers=["", "call of", "parameters", "bytes held", "computed in I instead"])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the pending W's hold, besides parameters; storage that several hold is counted for each."""
+        return sum(each.nbytes for each in self)
+
+    def run(self, n: int | None = None) -> int:
+        """Run the first n of them, or all; says how many ran. Raises InputError for a negative n."""
+        if n is not None and n < 0:
+            raise InputError(f"run({n}): give how many weight gradients to run, or nothing for all.")
+        batch = list(self)[:n]
+        for each in batch:
+            each.run()
+        self._added = list(self)
+        return len(batch)
+
+    def drop(self) -> int:
+        """Throw away what is pending; its parameters get no gradient from it. Says how many were dropped."""
+        dropped = list(self)
+        for each in dropped:
+            each.drop()
+        self._added = []
+        return len(dropped)
+
+    def backward(self, tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None) -> None:
+        """As `torch.autograd.backward`, but the W of every call of a graph compiled by this backend is put off, and added here.
+
+        What cannot be put off is computed at once: parameters that one backward reaches on more than one way, and all that was
+        not compiled by this backend.
+        """
+        tensors = (tensors,) if isinstance(tensors, (torch.Tensor, GradientEdge)) else tuple(tensors)
+        reached = _Reached(tensors)
+        deferrals = reached.deferrals(self)
+        targets = reached.leaves_besides(deferrals)
+        if not deferrals or not targets:
+            return _engine(tensors, grad_tensors, retain_graph=retain_graph)
+        try:
+            for (node, graph), deferral in deferrals.items():
+                graph.deferred[node] = deferral
+            _engine(tensors, grad_tensors, retain_graph=retain_graph, inputs=targets)
+        finally:
+            for node, graph in deferrals:
+                graph.deferred.pop(node, None)
+
+    def add(self, each: WeightGradients) -> None:
+        """Put another one at the end."""
+        self._added.append(each)
+
+    def __del__(self) -> None:
+        if len(self):
+            warnings.warn(
+                f"{len(self)} weight gradients were put off and never run: their parameters' .grad lack them. Call "
+                "run() on what defer_weight_grads() gives, or drop() to say that they are not wanted.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+@contextmanager
+def defer_weight_grads() -> Iterator[PendingWeightGradients]:
+    """A context in which `loss.backward()` and `torch.autograd.backward` run I alone; W is left to the object it gives.
+
+        with twobp_fx.defer_weight_grads() as pending:
+            loss.backward()
+        pending.run()
+
+    It concerns calls of modules compiled with `torch.compile(..., backend="twobp")`, and this thread. A backward towards chosen
+    `inputs`, and one with `create_graph`, is autograd's own business: nothing is put off. What is pending when an exception leaves
+    the context stays pending, and the exception's notes say so.
+    """
+    pending = PendingWeightGradients()
+    with _intercepting():
+        _local.stack = [*_stack(), pending]
+        try:
+            yield pending
+        except BaseException as error:
+            if pending:
+                error.add_note(
+                    f"{len(pending)} weight gradients are pending: run() or drop() them on what defer_weight_grads() gave."
+                )
+            raise
+        finally:
+            _local.stack = _stack()[:-1]
+
+
+def live_node_of(anchor: torch.Tensor) -> Node | None:
+    """The node of autograd's graph that is running now, if it is one whose first input is `anchor`."""
+    node: Node | None = torch._C._current_autograd_node()
+    if node is None or not node.next_functions or _leaf(node.next_functions[0][0]) is not anchor:
+        return None
+    return node
+
+
+def new_anchor(graph: Deferrable) -> torch.Tensor:
+    """A leaf to be the first input of every call of `graph`.
+
+    It marks the call's node, and makes the engine run it even where nothing but put-off parameters lies behind it.
+    """
+    anchor = torch.zeros((), requires_grad=True)
+    anchor._twobp_graph = graph  # type: ignore[attr-defined]
+    return anchor
+
+
+class _Reached:
+    """What a backward from some tensors reaches: its leaves, with all ways into each, and the calls of compiled graphs."""
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        self.leaves: dict[torch.Tensor, list[tuple[Node | None, int]]] = {}
+        self.calls: dict[Node, Deferrable] = {}
+        seen: set[Node] = set()
+        stack: list[Node] = []
+        for tensor in tensors:
+            if isinstance(tensor, GradientEdge):
+                stack.append(tensor.node)
+            elif tensor.grad_fn is not None:
+                stack.append(tensor.grad_fn)
+            elif tensor.requires_grad:
+                self.leaves.setdefault(tensor, []).append((None, 0))
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            for slot, (following, _) in enumerate(node.next_functions):
+                leaf = _leaf(following)
+                if leaf is not None:
+                    self.leaves.setdefault(leaf, []).append((node, slot))
+                    graph = getattr(leaf, "_twobp_graph", None)
+                    if graph is not None and slot == 0:
+                        self.calls[node] = graph
+                elif following is not None:
+                    stack.append(following)
+
+    def deferrals(self, pending: PendingWeightGradients) -> dict[tuple[Node, Deferrable], Deferral]:
+        """For every call: which parameters' gradients can be put off. One that this backward reaches once, and as a leaf."""
+        found: dict[tuple[Node, Deferrable], Deferral] = {}
+        for node, graph in self.calls.items():
+            kept: dict[int, str] = {}
+            parameters: dict[int, torch.Tensor] = {}
+            for slot in graph.parameters:
+                following = node.next_functions[slot][0]
+                leaf = _leaf(following)
+                if leaf is None:
+                    if following is not None:
+                        kept[slot] = "it is computed from something else"
+                elif len(self.leaves[leaf]) > 1:
+                    kept[slot] = "this backward also reaches it on another way"
+                else:
+                    parameters[slot] = leaf
+            if parameters:
+                found[node, graph] = Deferral(pending, kept, parameters)
+        return found
+
+    def leaves_besides(self, deferrals: Mapping[Any, Deferral]) -> list[torch.Tensor]:
+        """The leaves that get their gradient now."""
+        later = {leaf for deferral in deferrals.values() for leaf in deferral.parameters.values()}
+        return [leaf for leaf in self.leaves if leaf not in later and leaf.requires_grad]
+
+
+def _leaf(node: Any) -> torch.Tensor | None:
+    if node is not None and node.name() == "torch::autograd::AccumulateGrad":
+        variable: torch.Tensor = node.variable
+        return variable
+    return None
+
+
+class _Local(threading.local):
+    stack: list[PendingWeightGradients]
+
+
+_local = _Local()
+_users = 0
+_lock = threading.Lock()
+
+
+def _stack() -> list[PendingWeightGradients]:
+    return getattr(_local, "stack", [])
+
+
+@contextmanager
+def _intercepting() -> Iterator[None]:
+    """While anybody defers, `torch.autograd.backward` (which `Tensor.backward` calls) looks first whether this thread does.
+
+    Torch has no hook for the start of a backward.
+    """
+    global _users
+    with _lock:
+        _users += 1
+        torch.autograd.backward = _backward
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if not _users:
+                torch.autograd.backward = _engine
+
+
+@functools.wraps(_engine)
+def _backward(*args: Any, **kwargs: Any) -> None:
+    given = inspect.signature(_engine).bind(*args, **kwargs)
+    given.apply_defaults()
+    asked = given.arguments
+    if not _stack() or asked["inputs"] is not None or asked["create_graph"] or asked["grad_variables"] is not None:
+        return _engine(*args, **kwargs)
+    return _stack()[-1].backward(asked["tensors"], asked["grad_tensors"], asked["retain_graph"])
