@@ -14,8 +14,9 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from twobp_fx.capture import Inputs, capture_forward
+from twobp_fx.capture import capture_forward
 from twobp_fx.emit import Emitter
+from twobp_fx.inputs import Inputs
 from twobp_fx.lower import lower
 from twobp_fx.passes.aot import GradAOTOutput, ParamAOTInput, PlainAOTInput
 from twobp_fx.passes.graph import operations, output_descriptors, output_node, outputs, placeholders

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from tests.helpers import assert_split_is_exact, lower_module
-from twobp_fx.capture import Inputs, capture_forward
+from twobp_fx.capture import capture_forward
 from twobp_fx.errors import CutError, InputError
+from twobp_fx.inputs import Inputs
 from twobp_fx.passes.costs import node_cost, node_flops
 from twobp_fx.passes.cut_stages import BALANCE_TOLERANCE, SourceKind, StageGraph, cut_stages
 from twobp_fx.passes.graph import operations, outputs, placeholders, value_bytes

@@ -14,9 +14,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from tqdm import tqdm
 
-from .capture import LOSS_PREFIX, Identity, Inputs, attributes, by_value_or_identity, capture_forward, is_among
+from .capture import LOSS_PREFIX, capture_forward
 from .emit import Compiler, Emitter, emitter
 from .errors import InputError, PlanError
+from .guards import attributes_among, input_guards, state_guards
+from .inputs import Inputs
 from .lower import lower
 from .microbatches import dense, join_gradients, split_batch
 from .program import Role, StageProgram
@@ -366,7 +368,7 @@ class Pipe(nn.Module):
         self._latest = self._lower(Inputs.flatten(args, kwargs, target), want_loss=True)
 
     def _lower(self, inputs: Inputs, *, want_loss: bool) -> _Lowered:
-        key = (want_loss, _signature(inputs), *self._state_signature())
+        key = (want_loss, input_guards(inputs), *state_guards(self._owners(), self._loss_fn))
         with _CAPTURING:
             known = self._lowered.get(key)
             if known is not None and all(vars(module).get(name) is tensor for module, name, tensor in known.read):
@@ -387,33 +389,12 @@ class Pipe(nn.Module):
                 emitter=self._emitter,
                 devices=devices,
             )
-            read = _attributes_among(captured.constants, self._owners())
+            read = attributes_among(captured.constants, self._owners())
             self._lowered[key] = _Lowered(programs, captured.outputs, captured.output_names, captured.constants, read)
             return self._lowered[key]
 
     def _owners(self) -> list[nn.Module]:
         return [self.model, *([self._loss_fn] if isinstance(self._loss_fn, nn.Module) else [])]
-
-    def _state_signature(self) -> tuple[Any, ...]:
-        """What a capture depends on besides the arguments: attributes, the layout of parameters and buffers, autocast."""
-        modules = self._owners()
-        state = [
-            (name, tensor)
-            for module in modules
-            for named in (module.named_parameters, module.named_buffers)
-            for name, tensor in named(remove_duplicate=False)
-        ]
-        kinds = {"cpu"} | {tensor.device.type for _, tensor in state if not tensor.is_meta}
-        first: dict[int, str] = {}  # which names stand for one tensor: tied ones
-        return (
-            tuple((key, _but_tensors(value)) for module in modules for key, value in attributes(module).items()),
-            by_value_or_identity(self._loss_fn),
-            tuple(
-                (name, first.setdefault(id(t), name), tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad)
-                for name, t in state
-            ),
-            tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds)),
-        )
 
     def _stage_devices(self) -> list[torch.device] | None:
         if self._devices is None:
@@ -512,27 +493,3 @@ class Pipe(nn.Module):
                 totals.append(torch.stack(wholes).sum(0))
         if roots:  # all at once: they may come out of one graph
             torch.autograd.backward(roots, totals)
-
-
-def _but_tensors(value: object) -> object:
-    """A forward may leave a tensor on its module at every call: which one it is counts only if a capture read it."""
-    tensor = value.value if isinstance(value, Identity) else None
-    return torch.Tensor if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter) else value
-
-
-def _attributes_among(
-    constants: Mapping[str, torch.Tensor], owners: Sequence[nn.Module]
-) -> tuple[tuple[nn.Module, str, torch.Tensor], ...]:
-    return tuple(
-        (module, name, value)
-        for owner in owners
-        for module in owner.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor) and is_among(value, constants)
-    )
-
-
-def _signature(inputs: Inputs) -> Any:
-    """What a capture depends on in the arguments, as a dictionary key."""
-    tensors = tuple((tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in inputs.tensors)
-    return tensors, tuple(by_value_or_identity(leaf) for leaf in inputs.template), inputs.spec

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
-import traceback
-import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,55 +11,29 @@ from typing import Any
 import torch
 import torch.fx.traceback
 from torch import fx, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import CheckpointFunction
 
 from .errors import CaptureError, InputError, TwobpError
+from .export_checks import (
+    ChangedAttributes,
+    StrictTracing,
+    refuse_autograd_functions,
+    refuse_backward_hooks,
+    refuse_carried_state,
+    refuse_changed_attributes,
+    refuse_functorch_transforms,
+)
+from .guards import PLAIN
+from .inputs import Inputs
 from .passes.cut_stages import Source, SourceKind, StageGraph
-from .passes.graph import has_effect, outputs, placeholders, source_line, storage_key
+from .passes.graph import has_effect, outputs, placeholders, storage_key
 
 LOSS_PREFIX = "(loss_fn)."
 """Before the FQNs of a loss module's parameters and buffers: no model's FQN begins like this."""
 _ASSERTIONS = (torch.ops.aten._assert_tensor_metadata.default,)
-_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """The arguments of one call, flat: its tensors, in order, and everything else as a template."""
-
-    tensors: tuple[torch.Tensor, ...]
-    template: tuple[Any, ...]
-    spec: pytree.TreeSpec
-    paths: tuple[str, ...]
-
-    @staticmethod
-    def flatten(*trees: Any) -> Inputs:
-        """Flatten argument trees; a tensor leaves its position in the template. `paths` names the tensors for messages."""
-        entries, spec = pytree.tree_flatten_with_path(trees)
-        tensors = [leaf for _, leaf in entries if isinstance(leaf, torch.Tensor)]
-        paths = [pytree.keystr(path) for path, leaf in entries if isinstance(leaf, torch.Tensor)]
-        template = tuple(_SLOT if isinstance(leaf, torch.Tensor) else leaf for _, leaf in entries)
-        return Inputs(tuple(tensors), template, spec, tuple(paths))
-
-    def unflatten(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The trees again, with other tensors in the places of the first."""
-        remaining = iter(tensors)
-        return pytree.tree_unflatten([next(remaining) if leaf is _SLOT else leaf for leaf in self.template], self.spec)
-
-
-class _Slot:
-    def __repr__(self) -> str:
-        return "<tensor>"
-
-
-_SLOT = _Slot()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +51,11 @@ class Captured:
 
 
 class _Recorded:
-    """What the traced forward returned. Not an attribute of the module itself: export resets those."""
-
-    outputs: Inputs | None = None
+    """What the traced forward returned and changed. Not attributes of the module itself: export resets those."""
 
     def __init__(self) -> None:
-        self.made: set[tuple[str, str]] = set()
-        self.replaced: dict[tuple[str, str], torch.Tensor] = {}
+        self.outputs: Inputs | None = None
+        self.changed = ChangedAttributes()
 
 
 class _Model(nn.Module):
@@ -108,14 +76,14 @@ class _Model(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs, target = self.inputs.unflatten(tensors)
-        with _refuse_changed_attributes(self.model, self.recorded), _Strict():
+        with refuse_changed_attributes(self.model, self.recorded.changed), StrictTracing():
             result = self.model(*args, **kwargs)
             if self.want_loss:
                 result = loss_of(result) if self.loss_fn is None else self.loss_fn(result, target)
                 _check_loss(result, self.loss_fn)
         flat = Inputs.flatten(result)
-        for leaf in flat.template:
-            if leaf is not _SLOT and not isinstance(leaf, _PLAIN):
+        for leaf in flat.others:
+            if not isinstance(leaf, PLAIN):
                 raise CaptureError(
                     f"The model returns a {type(leaf).__module__}.{type(leaf).__qualname__}, which is neither a tensor nor a "
                     "registered container of tensors. Return tensors, lists, tuples or dicts (for transformers models: pass "
@@ -123,154 +91,6 @@ class _Model(nn.Module):
                 )
         self.recorded.outputs = flat
         return flat.tensors
-
-
-class Identity:
-    """An object by identity, as part of a dictionary key. Keeps it alive, so that no other object can take its place."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-def by_value_or_identity(value: object, seen: dict[int, object] | None = None) -> object:
-    """A dictionary key for anything: plain values, containers and plain objects by what they hold, everything else by identity.
-
-    seen: the keys of objects met already, by id; an object that holds itself is known by identity where it does.
-    """
-    if isinstance(value, _PLAIN):
-        return type(value), value
-    seen = {} if seen is None else seen
-    if isinstance(value, types.FunctionType):  # the same code over the same values is the same function
-        cells = [_contents(cell) for cell in value.__closure__ or ()]
-        value = (Identity(value.__code__), *cells, value.__defaults__, value.__kwdefaults__)
-    elif isinstance(value, (torch.Tensor, nn.Module, type, Identity)) or callable(value):
-        return value if isinstance(value, Identity) else Identity(value)
-    if id(value) not in seen:
-        seen[id(value)] = Identity(value)
-        if isinstance(value, Mapping):
-            held: list[object] = [*value.keys(), *value.values()]
-        elif isinstance(value, (list, tuple)):
-            held = list(value)
-        else:
-            held = [item for pair in getattr(value, "__dict__", {}).items() for item in pair]
-            if not held:
-                return seen[id(value)]
-        seen[id(value)] = (type(value), tuple(by_value_or_identity(item, seen) for item in held))
-    return seen[id(value)]
-
-
-def _contents(cell: types.CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None
-
-
-_MODULE_INTERNALS = frozenset(vars(nn.Module()))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def attributes(model: nn.Module) -> dict[tuple[str, str], object]:
-    """What a forward may depend on besides its arguments and the values of parameters and buffers, as dictionary keys.
-
-    By module FQN and attribute: each module's own identity, mode, hooks, parameters, buffers and plain attributes.
-    """
-    state: dict[tuple[str, str], object] = {}
-    seen: dict[int, object] = {}
-    for fqn, module in model.named_modules(remove_duplicate=False):
-        state[fqn, ""] = Identity(module)
-        state[fqn, "training"] = module.training
-        for name in _HOOKS:
-            state[fqn, name] = tuple(Identity(hook) for hook in getattr(module, name).values())
-        for registry in (module._parameters, module._buffers):
-            for name, tensor in registry.items():
-                state[fqn, name] = Identity(tensor)
-        for name, value in vars(module).items():
-            if name not in _MODULE_INTERNALS:
-                state[fqn, name] = by_value_or_identity(value, seen)
-    return state
-
-
-@contextlib.contextmanager
-def _refuse_changed_attributes(model: nn.Module, recorded: _Recorded) -> Iterator[None]:
-    """Refuse a forward that keeps something for its next run in an attribute: a captured forward runs no Python.
-
-    An attribute that it makes and that nothing has asked for before (a loss to be read by loss_fn, say) may pass: no earlier run
-    can have mattered. `recorded.made` collects these over the runs of one capture, which may be several. So may the lists of their
-    own parameters that torch's recurrent layers renew, and a tensor in place of another: `_refuse_carried_state` asks if that
-    one was read.
-    """
-    made = recorded.made
-    before = attributes(model)
-    asked: set[tuple[int, str]] = set()
-    original = nn.Module.__getattr__
-    capturing = threading.get_ident()
-
-    def watch(module: nn.Module, name: str) -> Any:
-        try:
-            return original(module, name)
-        except AttributeError:
-            if threading.get_ident() == capturing:
-                asked.add((id(vars(module)), name))
-            raise
-
-    setattr(nn.Module, "__getattr__", watch)  # noqa: B010  (a plain assignment is no method's type)
-    try:
-        yield
-    finally:
-        setattr(nn.Module, "__getattr__", original)  # noqa: B010
-    after = attributes(model)
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for fqn, name in before.keys() | after.keys():
-        if not name or before.get((fqn, name)) == after.get((fqn, name)):
-            continue  # (which object stands for a module: while it is captured, one that is shared has several)
-        module = modules[fqn]
-        old = _held_tensor(before.get((fqn, name)))
-        if name in vars(module) and old is not None and _held_tensor(after.get((fqn, name))) is not None:
-            recorded.replaced.setdefault((fqn, name), old)
-            continue
-        unasked = not hasattr(type(module), name) and (id(vars(module)), name) not in asked
-        new = (fqn, name) in made or ((fqn, name) not in before and unasked)
-        if new:
-            made.add((fqn, name))
-            continue
-        if isinstance(module, nn.RNNBase) and name.startswith("_flat_weight"):
-            continue
-        raise CaptureError(
-            f"The model's forward assigns to attribute '{name}' of module '{fqn}'. A captured forward runs no Python, so the "
-            "attribute would stay as it is. Keep such state in a buffer and update it in place (buffer.add_(1)), or assign it "
-            "outside of the forward."
-        )
-
-
-def _held_tensor(key: object) -> torch.Tensor | None:
-    return key.value if isinstance(key, Identity) and isinstance(key.value, torch.Tensor) else None
-
-
-def is_among(tensor: torch.Tensor, constants: Mapping[str, Any]) -> bool:
-    """Whether one of a capture's constants is this tensor, or shares its storage."""
-    if is_fake(tensor) or is_functorch_wrapped_tensor(tensor) or tensor.layout is not torch.strided:
-        return False
-    held = (value for value in constants.values() if isinstance(value, torch.Tensor))
-    return any(not is_functorch_wrapped_tensor(value) and storage_key(value) == storage_key(tensor) for value in held)
-
-
-def _refuse_carried_state(replaced: Mapping[tuple[str, str], torch.Tensor], constants: Mapping[str, Any]) -> None:
-    for (fqn, name), old in replaced.items():
-        if is_among(old, constants):
-            raise CaptureError(
-                f"The model's forward reads attribute '{name}' of module '{fqn}' and then assigns to it, to carry it from call to "
-                "call. A captured forward runs no Python, so it would stay as it is. Keep such state in a buffer and update it in "
-                "place (buffer.copy_(...))."
-            )
 
 
 def loss_of(result: Any) -> Any:
@@ -316,12 +136,13 @@ def capture_forward(
     wrapped = _Model(model, loss_fn, inputs, want_loss)
     kept: list[tuple[dict[str, Any], dict[str, Any]]] = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
     try:
+        refuse_backward_hooks((_strip(name), module) for name, module in wrapped.named_modules())
         with (
             warnings.catch_warnings(),
             torch.inference_mode(False),
             torch.enable_grad(),
             _without_saved_tensor_hooks(),
-            _refuse_gradients_export_drops(wrapped),
+            refuse_autograd_functions(),
             _as_if_on(device, wrapped, inputs.tensors) as tensors,
         ):
             for text in (r".*assigned during export", r"The \.grad attribute of a Tensor that is not a leaf"):
@@ -355,105 +176,18 @@ def capture_forward(
         raise CaptureError(f"torch.export never ran {type(model).__name__}.forward.")
     _mark_sources(exported, wrapped, model)
     module = exported.graph_module
+    refuse_functorch_transforms(module.graph)
     for node in list(module.graph.nodes):
-        if getattr(node.target, "__module__", "").startswith("torch._functorch"):
-            raise CaptureError(
-                f"The forward uses a transform of torch.func ({getattr(node.target, '__name__', node.target)}, at "
-                f"{source_line(node) or 'an unknown line'}), which cannot be cut into stages. Write the computation out, or "
-                "leave it outside of the model."
-            )
         if node.target in _ASSERTIONS:
             module.graph.erase_node(node)
         elif stack := node.meta.get("nn_module_stack"):
             node.meta["nn_module_stack"] = {key: (_strip(path), cls) for key, (path, cls) in stack.items() if path != ""}
     module.graph.eliminate_dead_code(has_effect)
     module.recompile()
-    _refuse_carried_state(wrapped.recorded.replaced, exported.constants)
+    refuse_carried_state(wrapped.recorded.changed, exported.constants)
     constants = {name: value for name, value in exported.constants.items() if isinstance(value, torch.Tensor)}
     names = tuple(node.name for node in outputs(module.graph))
     return Captured(module, returned, names, constants)
-
-
-_DATA: Any = vars(torch._C.TensorBase)["data"]
-
-
-def _is_foreign(value: torch.Tensor) -> bool:
-    """Whether a real tensor that requires a gradient would be differentiated here. The model's own are fake meanwhile."""
-    return torch.is_grad_enabled() and not is_functorch_wrapped_tensor(value)
-
-
-class _Strict(TorchFunctionMode):
-    """Watches a forward for what torch.export would lose in silence.
-
-    Refuses gradient hooks on tensors, and tensors that require a gradient and are none of the model's (those are fake while it is
-    captured). Reads `.data` as `.detach()`, which is traced: a write through it reaches the graph.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _DATA.__get__:
-            return args[0].detach()
-        if func == _DATA.__set__:
-            raise CaptureError(
-                f"The model's forward assigns to `.data` of a tensor, {_caller()}, which a captured forward would lose. Write in "
-                "place into a buffer instead (buffer.copy_(...))."
-            )
-        for value in pytree.tree_leaves((args, kwargs)):
-            if type(value) in (torch.Tensor, nn.Parameter) and value.requires_grad and _is_foreign(value):
-                raise CaptureError(
-                    f"The forward reads a tensor of shape {list(value.shape)} that requires a gradient and is no parameter of the "
-                    f"model, {_caller()}: it would get none. Register it as a parameter of the model (for a loss: pass a "
-                    "module as loss_fn), or detach it."
-                )
-        if func in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook):
-            raise CaptureError(
-                f"The model's forward calls {func.__name__} on a tensor, {_caller()}. Such a hook would never run: a captured "
-                "graph holds operators alone. Do what the hook does in the forward, or hook a parameter outside of the forward."
-            )
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def _refuse_gradients_export_drops(model: nn.Module) -> Iterator[None]:
-    """Refuse what torch.export would drop in silence, and with it a gradient: custom backwards and backward hooks.
-
-    It keeps a forward's operators alone, so that `torch.autograd.Function` would be differentiated as its forward is written.
-    torch's own Functions (checkpointing) have the derivative of their forward and may pass.
-    """
-    for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise CaptureError(
-                f"Module '{_strip(name)}' ({type(module).__name__}) has a backward hook, which would never run: a captured graph "
-                "holds operators alone. Remove the hook, or hook the parameters instead (parameter.register_hook)."
-            )
-    capturing = threading.get_ident()
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointFunction and threading.get_ident() == capturing:
-            function, _preserve_rng_state, *given = args
-            return function(*given)  # what is saved and recomputed is decided by the partition, not here
-        if threading.get_ident() == capturing and not cls.__module__.startswith("torch."):
-            raise CaptureError(
-                f"The model applies {cls.__module__}.{cls.__qualname__}, a torch.autograd.Function, {_caller()}. torch.export "
-                "keeps its forward and drops its backward, so its gradient would be wrong. Make it a custom operator instead "
-                "(torch.library.custom_op with register_autograd), whose backward is kept."
-            )
-        return super(base, cls).apply(*args, **kwargs)
-
-    # One class above Function, where every call passes: also that of an `apply` which was bound before.
-    base: Any = torch.autograd.Function.__mro__[1]
-    setattr(base, "apply", classmethod(apply))  # noqa: B010  (a plain assignment is no method's type)
-    try:
-        yield
-    finally:
-        delattr(base, "apply")
-
-
-def _caller() -> str:
-    """Where the model's own code called, for a message: the innermost frame outside of torch and this file."""
-    for frame in reversed(traceback.extract_stack()):
-        if frame.filename != __file__ and f"{os.sep}torch{os.sep}" not in frame.filename:
-            return f"at {frame.filename}:{frame.lineno}"
-    return "at an unknown place"
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .capture import Inputs
 from .errors import InputError
+from .inputs import Inputs
 
 
 def split_batch(inputs: Inputs, count: int) -> list[tuple[torch.Tensor, ...]]:
