@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,12 +10,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from tqdm import tqdm
 
+from .arguments import (
+    check_call,
+    check_example,
+    check_loss_fn,
+    check_ready,
+    check_step,
+    example_inputs,
+    resolve_devices,
+    resolve_model,
+    resolve_plan,
+)
 from .capture import LOSS_PREFIX, capture_forward
 from .emit import Compiler, Emitter, emitter
-from .errors import InputError, PlanError
+from .errors import InputError
 from .guards import attributes_among, input_guards, state_guards
 from .inputs import Inputs
 from .lower import lower
@@ -26,7 +35,7 @@ from .runtime.call import call_stages
 from .runtime.local import run_plan, worker_threads
 from .runtime.profile import profile_stages
 from .runtime.stage import StageRunner, fresh_seed
-from .schedules import SCHEDULES, ActionKind, Costs, Plan, Simulation, build, load, simulate, validate
+from .schedules import ActionKind, Costs, Plan, Simulation, simulate
 
 _CALLABLES = {
     ActionKind.F: "forward",
@@ -68,104 +77,22 @@ def compile(
 
     The parameters stay the model's own objects. Raises InputError, PlanError, CaptureError, CutError, SplitError.
     """
-    if isinstance(model, nn.Module):
-        if stages is None:
-            raise InputError("stages= is missing: say how many, or the module FQNs at which a new stage begins.")
-        whole = model
-    else:
-        whole, names = _chain(model)
-        if stages is not None:
-            raise InputError("A sequence of modules has one stage a module: leave stages= out.")
-        stages = names
-    _check_stages(stages)
-    if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
-        raise InputError(
-            f"loss_fn={loss_fn!r} is no function (output, target) -> loss. Of a class pass an instance: {_example(loss_fn)}."
-        )
-    if not isinstance(example_args, (tuple, list, type(None))):
-        raise InputError(f"example_args must be a tuple of arguments, not a {type(example_args).__name__}: (x,) for one.")
-    if not isinstance(example_kwargs, (Mapping, type(None))):
-        raise InputError(f"example_kwargs must be a mapping from names to arguments, not a {type(example_kwargs).__name__}.")
-    count = stages if isinstance(stages, int) else len(stages) + 1
-    plan = _plan(schedule, count, microbatches, split_backward)
+    whole, cut = resolve_model(model, stages)
+    check_loss_fn(loss_fn)
+    check_example(example_args, example_kwargs)
+    plan = resolve_plan(schedule, cut if isinstance(cut, int) else len(cut) + 1, microbatches, split_backward)
     pipe = Pipe(
         whole,
-        stages if isinstance(stages, int) else tuple(stages),
+        cut,
         plan,
         loss_fn=loss_fn,
         emitter=emitter(compiler),
-        devices=_devices(devices, len(plan.ranks)),
+        devices=resolve_devices(devices, len(plan.ranks)),
     )
     if example_args is not None or example_kwargs is not None:
-        pipe._capture_example(tuple(example_args or ()), dict(example_kwargs or {}))
+        example = example_inputs(tuple(example_args or ()), dict(example_kwargs or {}), loss_fn)
+        pipe._latest = pipe._lower(example, want_loss=True)
     return pipe
-
-
-class _Chain(nn.Sequential):
-    """Modules called one after the other; a tuple that one returns becomes the next one's arguments."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        for i, module in enumerate(self):
-            args = (module(*args, **(kwargs if i == 0 else {})),)
-            if isinstance(args[0], tuple):
-                args = args[0]
-        return args[0] if len(args) == 1 else args
-
-
-def _chain(modules: object) -> tuple[nn.Module, tuple[str, ...]]:
-    given = list(modules) if isinstance(modules, Sequence) and not isinstance(modules, str) else []
-    if not given or not all(isinstance(module, nn.Module) for module in given):
-        raise InputError(f"model must be a torch.nn.Module, or a sequence of at least one of them, not {modules!r}.")
-    return _Chain(*given), tuple(str(i) for i in range(1, len(given)))
-
-
-def _check_stages(stages: object) -> None:
-    if isinstance(stages, int) and not isinstance(stages, bool) and stages >= 1:
-        return
-    if isinstance(stages, Sequence) and not isinstance(stages, str) and all(isinstance(fqn, str) for fqn in stages):
-        return
-    raise InputError(f"stages={stages!r}: give a positive number, or a list of module FQNs at which a new stage begins.")
-
-
-def _example(loss_fn: object) -> str:
-    return f"{loss_fn.__name__}()" if isinstance(loss_fn, type) else "torch.nn.MSELoss()"
-
-
-def _plan(schedule: str | Plan | os.PathLike[str], stages: int, microbatches: int | None, split_backward: bool) -> Plan:
-    if isinstance(schedule, Plan):
-        plan = schedule
-    elif isinstance(schedule, str) and (schedule in SCHEDULES or not schedule.endswith(".csv")):
-        chunks = SCHEDULES[schedule].chunks if schedule in SCHEDULES else 1  # stages a rank
-        if stages % chunks:
-            raise PlanError(
-                f"Schedule '{schedule}' puts {chunks} stages on each rank: give a multiple of {chunks}, not stages={stages}."
-            )
-        plan = build(schedule, ranks=stages // chunks, microbatches=microbatches, split_backward=split_backward)
-    elif isinstance(schedule, (str, os.PathLike)):
-        plan = load(schedule)
-    else:
-        raise PlanError(f"schedule={schedule!r} is neither a schedule's name, nor a Plan, nor the path of a CSV.")
-    validate(plan)
-    if plan.stages != stages:
-        raise PlanError(f"Plan '{plan.name}' has {plan.stages} stages, and the model is to be cut into {stages}.")
-    if microbatches is not None and plan.microbatches != microbatches:
-        raise PlanError(f"Plan '{plan.name}' has {plan.microbatches} micro-batches, and microbatches={microbatches} was given.")
-    return plan
-
-
-def _devices(devices: Sequence[torch.device | str] | None, ranks: int) -> tuple[torch.device, ...] | None:
-    if devices is None:
-        if not torch.accelerator.is_available():
-            return None
-        kind, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
-        return tuple(torch.device(f"{kind}:{rank * count // ranks}") for rank in range(ranks))
-    try:
-        given = tuple(torch.device(device) for device in ([] if isinstance(devices, (str, torch.device)) else devices))
-    except (RuntimeError, TypeError) as error:
-        raise InputError(f"devices={devices!r} must be a list of torch devices, one a rank: {str(error).splitlines()[0]}") from None
-    if len(given) != ranks:
-        raise InputError(f"devices= names {len(given)} devices, and the plan has {ranks} ranks: give one a rank.")
-    return given
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,13 +197,10 @@ class Pipe(nn.Module):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, kinds: Iterable[ActionKind] | None = None
     ) -> tuple[Inputs, list[tuple[torch.Tensor, ...]], _Lowered]:
         """Check a step's arguments, capture what is new in them, and compile what the plan needs (or `kinds`)."""
-        if target is not None and self._loss_fn is None:
-            raise InputError("target= was given, but no loss_fn: pass loss_fn= to twobp_fx.compile, or give the model its labels.")
-        if not torch.is_grad_enabled():
-            raise InputError("pipe.step computes gradients and was called under no_grad. For the outputs alone call pipe(...).")
-        self._check_call(args, kwargs)
+        check_step(target, self._loss_fn)
+        check_call(self.model, args, kwargs, self._loss_fn)
         inputs = Inputs.flatten(args, kwargs, target)
-        self._check_ready(inputs)
+        check_ready(inputs, self._live_parameters() | self._live_buffers())
         microbatches = split_batch(inputs, self.plan.microbatches)
         first = replace(inputs, tensors=microbatches[0])
         lowered = self._latest = self._lower(first, want_loss=True)
@@ -288,9 +212,9 @@ class Pipe(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output for the whole batch, run stage by stage; differentiable once, like any module call."""
-        self._check_call(args, kwargs)
+        check_call(self.model, args, kwargs, self._loss_fn)
         given = Inputs.flatten(args, kwargs, None)
-        self._check_ready(given)
+        check_ready(given, self._live_parameters() | self._live_buffers())
         inputs = replace(given, tensors=tuple(dense(tensor) for tensor in given.tensors))
         lowered = self._lower(inputs, want_loss=False)
         parameters = dict(self.model.named_parameters())
@@ -332,40 +256,12 @@ class Pipe(nn.Module):
         """
         if costs is None and self._costs is None:
             raise InputError("Nothing has been measured yet: run pipe.profile(...) first, or pass costs=.")
-        plan = self.plan if schedule is None else _plan(schedule, self.plan.stages, microbatches, split_backward=True)
+        plan = self.plan if schedule is None else resolve_plan(schedule, self.plan.stages, microbatches, split_backward=True)
         return simulate(plan, costs or self._costs)
 
     def extra_repr(self) -> str:
         """What print(pipe) shows before the model's own parts."""
         return f"plan '{self.plan.name}': {self.plan.stages} stages, {self.plan.microbatches} micro-batches"
-
-    def _check_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        try:
-            inspect.signature(self.model.forward).bind(*args, **kwargs)
-        except TypeError as error:
-            hint = " What loss_fn compares with goes in target=." if self._loss_fn is not None else ""
-            raise InputError(f"{type(self.model).__name__}.forward does not take these arguments: {error}.{hint}") from None
-
-    def _check_ready(self, inputs: Inputs) -> None:
-        for path, tensor in zip(inputs.paths, inputs.tensors, strict=True):
-            if tensor.is_meta:
-                raise InputError(f"Argument {path} is on the meta device and has no data. Pass a real tensor.")
-        for name, tensor in (self._live_parameters() | self._live_buffers()).items():
-            if is_lazy(tensor):
-                raise InputError(f"'{name}' of a lazy module has no shape yet. Call the model once on a batch, then compile it.")
-            if tensor.is_meta:
-                raise InputError(
-                    f"'{name}' is on the meta device: the model can be captured and printed, not run. Materialize it first "
-                    "(model.to_empty(device=...), then initialize or load its weights)."
-                )
-
-    def _capture_example(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        target = None
-        if self._loss_fn is not None:
-            if "target" not in kwargs:
-                raise InputError("With a loss_fn, example_kwargs needs 'target', as pipe.step takes it.")
-            target = kwargs.pop("target")
-        self._latest = self._lower(Inputs.flatten(args, kwargs, target), want_loss=True)
 
     def _lower(self, inputs: Inputs, *, want_loss: bool) -> _Lowered:
         key = (want_loss, input_guards(inputs), *state_guards(self._owners(), self._loss_fn))
