@@ -27,6 +27,11 @@ Gradients = dict[str, Tensor | None]
 """Gradients by name: a parameter's FQN, or `input <position>`."""
 
 
+def leaf(*shape: int) -> Tensor:
+    """A random tensor that requires a gradient."""
+    return torch.randn(*shape, requires_grad=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Lowered:
     """A module lowered to stages, with what running it takes."""

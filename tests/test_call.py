@@ -14,14 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import twobp_fx
-from tests.test_step import WIDTH, Between, assert_same_state, batch, linear, make_pipe, mlp, mse
+from tests.pipe_helpers import WIDTH, Between, assert_same_state, batch, linear, make_pipe, mlp, mse
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
 
 
 Pair = namedtuple("Pair", ["first", "second"])

@@ -22,11 +22,6 @@ from twobp_fx.passes.graph import operations, outputs, placeholders, value_bytes
 torch.set_num_threads(1)
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def captured(model: nn.Module, *args: Tensor) -> fx.GraphModule:
     return capture_forward(model, Inputs.flatten(args, {}, None), want_loss=False).module
 

@@ -17,6 +17,7 @@ from tests.helpers import (
     autograd_microbatches,
     backward_graph,
     equal,
+    leaf,
     lower_module,
     tangents_for,
 )
@@ -26,15 +27,6 @@ from twobp_fx.passes.graph import operations
 from twobp_fx.program import GRAPH_NAMES, Compiled
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
 
 
 class Recording:

@@ -12,16 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import twobp_fx
-from tests.test_step import WIDTH, Between, assert_same_state, batch, linear, make_pipe, mlp, mse, plain_step
+from tests.pipe_helpers import WIDTH, Between, assert_same_state, batch, linear, make_pipe, mlp, mse, plain_step
 from twobp_fx.errors import CaptureError, CutError, InputError, PlanError, StageError, TwobpError
 from twobp_fx.schedules import Plan, build
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -17,18 +17,13 @@ from torch import Tensor, fx, nn
 
 import twobp_fx
 from tests.helpers import equal
-from tests.test_step import WIDTH, assert_same_state, batch, linear, make_pipe, mlp, mse, plain_step
+from tests.pipe_helpers import WIDTH, assert_same_state, batch, linear, make_pipe, mlp, mse, plain_step
 from twobp_fx.errors import PlanError, StageError
 from twobp_fx.schedules import Action, Plan, build
 
 torch.set_num_threads(1)
 
 PATIENCE = 30.0
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

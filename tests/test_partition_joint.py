@@ -17,6 +17,7 @@ from tests.helpers import (
     autograd_microbatches,
     equal,
     joint_graph,
+    leaf,
     lower_module,
     run_graph,
     run_microbatches,
@@ -28,15 +29,6 @@ from twobp_fx.passes.graph import is_random, operations, output_descriptors, out
 from twobp_fx.passes.partition_joint import RECOMPUTED, partition_joint
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
 
 
 def mlp() -> nn.Module:

@@ -20,6 +20,7 @@ from tests.helpers import (
     backward_graph,
     equal,
     joint_graph,
+    leaf,
     lower_module,
     run,
     run_graph,
@@ -35,15 +36,6 @@ from twobp_fx.passes.partition_joint import ForwardBackward, partition_joint
 from twobp_fx.passes.split_backward import BackwardSplit, split_backward
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
 
 
 class Expression(nn.Module):

@@ -26,11 +26,6 @@ LAYERS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def backward_of(layer: nn.Module, x: Tensor) -> fx.GraphModule:
     return partition_joint(joint_graph(layer, x)).backward
 
