@@ -82,15 +82,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], None], *, summary: str, description: str, epilog: str
+) -> argparse.ArgumentParser:
+    """A command's parser; the epilog is printed as it stands."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=summary, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.set_defaults(command=run)
+    return parser
+
+
 def _add_print(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = _add_command(
+        commands,
         "print",
-        help="print what the split does to a model",
+        _print,
+        summary="print what the split does to a model",
         description="Capture a model, cut it into stages, split each backward, and print the result.",
         epilog=_PRINT_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(command=_print)
     parser.add_argument("target", metavar="MODULE:FACTORY", help="what makes the model, such as examples.gpt:build")
     cut = parser.add_mutually_exclusive_group(required=True)
     cut.add_argument("--stages", type=int, metavar="N", help="cut into N stages, balanced by cost")
@@ -112,14 +123,14 @@ def _add_print(commands: Any) -> None:
 
 
 def _add_plan(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = _add_command(
+        commands,
         "plan",
-        help="print a schedule's plan and what it costs",
+        _plan,
+        summary="print a schedule's plan and what it costs",
         description="Make a plan, simulate it, at equal times (F = I = W = 1, B = 2) by default, and print both.",
         epilog=_PLAN_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(command=_plan)
     parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}")
     parser.add_argument("--ranks", type=int, required=True, metavar="R", help="how many ranks")
     parser.add_argument("--microbatches", type=int, metavar="M", help="how many micro-batches (default: the schedule's)")
