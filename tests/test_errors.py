@@ -238,6 +238,21 @@ class TestCapture:
         pipe = make_pipe(model, loss_fn=mse)
         refused_unchanged(model, lambda: pipe.step(x, target=y), CaptureError, "KeyError", "the user's own")
 
+    def test_a_loss_module_that_counts_its_calls(self):
+        class Counting(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.calls = 0
+
+            def forward(self, output: Tensor, target: Tensor) -> Tensor:
+                self.calls += 1
+                return mse(output, target) * self.calls
+
+        x, y = batch()
+        refused(
+            lambda: make_pipe(mlp(), loss_fn=Counting()).step(x, target=y), CaptureError, "assigns to attribute 'calls'", "Counting"
+        )
+
     def test_a_forward_that_raises_after_it_set_an_attribute(self):
         def function(self: Any, h: Tensor) -> Tensor:
             self.kept = h

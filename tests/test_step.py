@@ -1,5 +1,6 @@
 """`pipe.step` against plain autograd on the same micro-batches: gradients, losses, buffers, random draws, hooks."""
 
+import collections
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -1097,17 +1098,26 @@ class TestEditedAfterwards:
     def test_attribute_changed(self):
         self.check(lambda m: setattr(m, "gain", 3.0))
 
-    @pytest.mark.parametrize("kind", ["list", "dict", "object"])
+    @pytest.mark.parametrize("kind", ["list", "dict", "object", "set", "deque"])
     def test_what_an_attribute_holds_changed(self, kind):
-        read = {"list": lambda v: v[0], "dict": lambda v: v["k"], "object": lambda v: v.k}[kind]
+        held: Any = {
+            "list": [1.0],
+            "dict": {"k": 1.0},
+            "object": SimpleNamespace(k=1.0),
+            "set": {1.0},
+            "deque": collections.deque([1.0]),
+        }[kind]
+        read = {"dict": lambda v: v["k"], "object": lambda v: v.k}.get(kind, sum)
         model = Between(lambda self, h: h * read(self.config))
-        model.config = {"list": [1.0], "dict": {"k": 1.0}, "object": SimpleNamespace(k=1.0)}[kind]
+        model.config = held
 
         def change(model: Any) -> None:
             if kind == "object":
-                model.config.k = 3.0
+                held.k = 3.0
+            elif kind == "set":
+                held.add(2.0)
             else:
-                model.config[0 if kind == "list" else "k"] = 3.0
+                held["k" if kind == "dict" else 0] = 3.0
 
         self.check(change, model)
 

@@ -55,7 +55,7 @@ class _Recorded:
 
     def __init__(self) -> None:
         self.outputs: Inputs | None = None
-        self.changed = ChangedAttributes()
+        self.changed: dict[str, ChangedAttributes] = {}
 
 
 class _Model(nn.Module):
@@ -76,7 +76,12 @@ class _Model(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs, target = self.inputs.unflatten(tensors)
-        with refuse_changed_attributes(self.model, self.recorded.changed), StrictTracing():
+        with contextlib.ExitStack() as stack:
+            for name, owner in (("model", self.model), ("loss_fn", self.loss_fn)):
+                if isinstance(owner, nn.Module):
+                    changed = self.recorded.changed.setdefault(name, ChangedAttributes())
+                    stack.enter_context(refuse_changed_attributes(owner, changed))
+            stack.enter_context(StrictTracing())
             result = self.model(*args, **kwargs)
             if self.want_loss:
                 result = loss_of(result) if self.loss_fn is None else self.loss_fn(result, target)
@@ -184,7 +189,8 @@ def capture_forward(
             node.meta["nn_module_stack"] = {key: (_strip(path), cls) for key, (path, cls) in stack.items() if path != ""}
     module.graph.eliminate_dead_code(has_effect)
     module.recompile()
-    refuse_carried_state(wrapped.recorded.changed, exported.constants)
+    for changed in wrapped.recorded.changed.values():
+        refuse_carried_state(changed, exported.constants)
     constants = {name: value for name, value in exported.constants.items() if isinstance(value, torch.Tensor)}
     names = tuple(node.name for node in outputs(module.graph))
     return Captured(module, returned, names, constants)

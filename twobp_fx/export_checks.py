@@ -79,8 +79,8 @@ def refuse_changed_attributes(model: nn.Module, changed: ChangedAttributes) -> I
         if isinstance(module, nn.RNNBase) and name.startswith("_flat_weight"):
             continue
         raise CaptureError(
-            f"The model's forward assigns to attribute '{name}' of module '{fqn}'. A captured forward runs no Python, so the "
-            "attribute would stay as it is. Keep such state in a buffer and update it in place (buffer.add_(1)), or assign it "
+            f"The forward assigns to attribute '{name}' of module '{fqn}' ({type(module).__name__}). A captured forward "
+            "runs no Python, so the attribute would stay as it is. Keep such state in a buffer and update it in place (buffer.add_(1)), or assign it "
             "outside of the forward."
         )
 
@@ -94,7 +94,7 @@ def refuse_carried_state(changed: ChangedAttributes, constants: Mapping[str, Any
     for (fqn, name), old in changed.replaced.items():
         if is_among(old, constants):
             raise CaptureError(
-                f"The model's forward reads attribute '{name}' of module '{fqn}' and then assigns to it, to carry it from call to "
+                f"The forward reads attribute '{name}' of module '{fqn}' and then assigns to it, to carry it from call to "
                 "call. A captured forward runs no Python, so it would stay as it is. Keep such state in a buffer and update it in "
                 "place (buffer.copy_(...))."
             )

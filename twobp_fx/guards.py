@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from torch._subclasses.fake_tensor import is_fake
 from .inputs import Inputs
 from .passes.graph import storage_key
 
-PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 """What is known by its value, and is a constant wherever a graph holds it."""
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -52,8 +53,11 @@ def by_value_or_identity(value: object, seen: dict[int, object] | None = None) -
         seen[id(value)] = Identity(value)
         if isinstance(value, Mapping):
             held: list[object] = [*value.keys(), *value.values()]
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, (list, tuple, collections.deque)):
             held = list(value)
+        elif isinstance(value, (set, frozenset)):
+            seen[id(value)] = (type(value), frozenset(by_value_or_identity(item, seen) for item in value))
+            return seen[id(value)]
         else:
             held = [item for pair in getattr(value, "__dict__", {}).items() for item in pair]
             if not held:
