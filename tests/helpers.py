@@ -212,7 +212,9 @@ def equal(first: Tensor | None, second: Tensor | None) -> bool:
     """Bitwise equal; None only equals None."""
     if first is None or second is None:
         return first is second
-    return first.dtype == second.dtype and torch.equal(first, second)
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    return torch.equal(*(each.detach().contiguous().flatten().view(torch.uint8) for each in (first, second)))
 
 
 def joint_graph(module: nn.Module, *args: Tensor, decompositions: Mapping[Any, Callable[..., Any]] | None = None) -> fx.GraphModule:

@@ -80,8 +80,8 @@ def refuse_changed_attributes(model: nn.Module, changed: ChangedAttributes) -> I
             continue
         raise CaptureError(
             f"The forward assigns to attribute '{name}' of module '{fqn}' ({type(module).__name__}). A captured forward "
-            "runs no Python, so the attribute would stay as it is. Keep such state in a buffer and update it in place (buffer.add_(1)), or assign it "
-            "outside of the forward."
+            "runs no Python, so the attribute would stay as it is. Keep such state in a buffer and update it in place "
+            "(buffer.add_(1)), or assign it outside of the forward."
         )
 
 
