@@ -16,12 +16,15 @@ from torch._functorch._aot_autograd.descriptors import (
     ParamAOTInput,
     PlainAOTInput,
     PlainAOTOutput,
+    SyntheticBaseAOTInput,
     TangentAOTInput,
+    ViewBaseAOTInput,
 )
 
 from .graph import output_descriptors, output_node, outputs
 
 __all__ = [
+    "BASES",
     "BufferAOTInput",
     "GradAOTOutput",
     "InputMutationAOTOutput",
@@ -32,6 +35,9 @@ __all__ = [
     "forward_output_count",
     "min_cut_partition",
 ]
+
+BASES = (SyntheticBaseAOTInput, ViewBaseAOTInput)
+"""Descriptors of a tensor that stands for several inputs, which are views of it."""
 
 
 def forward_output_count(joint: fx.Graph) -> int:

@@ -201,6 +201,12 @@ def storage_bytes(nodes: Iterable[fx.Node], *, besides: Iterable[fx.Node] = ()) 
     return sum(held.values())
 
 
+def is_symbolic(value: object) -> bool:
+    """Whether a value is a number that is not known yet, or a tensor with such a size or stride."""
+    numbers = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
+    return any(isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) for number in numbers)
+
+
 def _storage_size(tensor: torch.Tensor) -> int:
     size = tensor.untyped_storage().nbytes()
     return size if type(size) is int else int(_hint(size))

@@ -61,6 +61,7 @@ def partition_joint(joint: fx.GraphModule) -> ForwardBackward:
     forward, backward = min_cut_partition(joint)
     refuse_draws(backward)
     _drop_missing_gradients(backward)
+    copy_overwritten(forward, backward, returned)
     return _own_what_it_saves(forward, backward, returned, descriptors[:returned])
 
 
@@ -106,39 +107,52 @@ def _drop_missing_gradients(backward: fx.GraphModule) -> None:
     backward.recompile()
 
 
+def copy_overwritten(forward: fx.GraphModule, backward: fx.GraphModule, returned: int) -> None:
+    """Let F save a copy of every input that its caller overwrites afterwards; changes both graphs.
+
+    `returned`: how many of F's outputs, the first ones, are no saved values. Inputs are told by F's descriptors. What F computes
+    from such an input, views of it too, it computes from the copy; B takes the copy under the copy's name.
+    """
+    overwritten = {d.mutated_input for d in output_descriptors(forward.graph) if isinstance(d, InputMutationAOTOutput)}
+    saved = {node for node in outputs(forward.graph)[returned:] if isinstance(node, fx.Node)}
+    inputs = placeholders(forward.graph)
+    owners = storage_owners(forward.graph)
+    taken = {node.name: node for node in placeholders(backward.graph)}
+    for each in inputs:
+        if each.meta.get("desc") not in overwritten or not any(each in owners[node] for node in saved):
+            continue
+        users = list(each.users)
+        with forward.graph.inserting_after(inputs[-1]):
+            copy = forward.graph.call_function(torch.ops.aten.clone.default, (each,))
+        copy.name = _unused_name(f"{each.name}_before", forward.graph, backward.graph)
+        copy.meta = {"val": each.meta["val"].clone()}
+        for user in users:
+            user.replace_input_with(each, copy)
+        if (reader := taken.get(each.name)) is not None:
+            reader.name = reader.target = copy.name
+    forward.graph.lint()
+    forward.recompile()
+    backward.recompile()
+
+
+def _unused_name(name: str, *graphs: fx.Graph) -> str:
+    used = {node.name for graph in graphs for node in graph.nodes}
+    while name in used:
+        name += "_"
+    return name
+
+
 def _own_what_it_saves(
     forward: fx.GraphModule, backward: fx.GraphModule, returned: int, descriptors: Sequence[Any]
 ) -> ForwardBackward:
-    """Drop from F's outputs the saved values that are F's own inputs; copy those that are about to be overwritten."""
+    """Drop from F's outputs the saved values that are F's own inputs."""
+    taken = {node.name for node in placeholders(backward.graph)}
     results = outputs(forward.graph)
-    overwritten = {d.mutated_input for d in descriptors if isinstance(d, InputMutationAOTOutput)}
-    taken = {node.name: node for node in placeholders(backward.graph)}
     saved = list(dict.fromkeys(node for node in results[returned:] if isinstance(node, fx.Node) and node.name in taken))
-    owners = storage_owners(forward.graph)
-    inputs = placeholders(forward.graph)
-    for buffer in inputs:  # what is about to be overwritten is saved as a copy, and so is every view of it
-        if buffer.meta.get("desc") not in overwritten or not any(buffer in owners[node] for node in saved):
-            continue
-        with forward.graph.inserting_after(inputs[-1]):
-            copy = forward.graph.call_function(torch.ops.aten.clone.default, (buffer,))
-        copy.meta = {"val": buffer.meta["val"].clone()}
-        for user in [user for user in buffer.users if user is not copy]:
-            user.replace_input_with(buffer, copy)
-        if buffer in saved:
-            saved[saved.index(buffer)] = copy
-            reader = taken[buffer.name]
-            reader.name, reader.target = copy.name, copy.name
-    results = outputs(forward.graph)
-    computed: list[fx.Node] = []
-    names: list[str] = []
+    computed = [node for node in saved if node.op != "placeholder"]
     out = output_node(forward.graph)
-    for node in saved:
-        if node.op != "placeholder":
-            computed.append(node)
-        names.append(node.name)
-    meta = {"desc": [*descriptors, *([None] * len(computed))]}
     out.args = ((*results[:returned], *computed),)
-    out.meta = meta
+    out.meta = {"desc": [*descriptors, *([None] * len(computed))]}
     forward.graph.lint()
     forward.recompile()
 
@@ -147,4 +161,4 @@ def _own_what_it_saves(
         if node.name in computed_by_forward:
             node.meta[RECOMPUTED] = True
     backward.recompile()
-    return ForwardBackward(forward, backward, tuple(names))
+    return ForwardBackward(forward, backward, tuple(node.name for node in saved))

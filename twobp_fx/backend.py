@@ -6,6 +6,7 @@ and the passes split its backward. A plain backward runs B whole; under `defer_w
 
 from __future__ import annotations
 
+import collections
 import functools
 import re
 import threading
@@ -17,12 +18,12 @@ from functorch.compile import min_cut_rematerialization_partition  # type: ignor
 from torch import fx
 from torch.autograd.graph import Node
 
-from .deferral import Deferral, WeightGradients, live_node_of, new_anchor
+from .deferral import Deferral, WeightGradients, new_anchor, running_node
 from .emit import Compiler, Emitter, emitter
 from .errors import InputError
-from .passes.aot import GradAOTOutput, ParamAOTInput, PlainAOTInput, gradients
-from .passes.graph import build_graph, module_fqn, operations, output_node, outputs, placeholders
-from .passes.partition_joint import refuse_draws
+from .passes.aot import BASES, GradAOTOutput, ParamAOTInput, PlainAOTInput, gradients
+from .passes.graph import build_graph, describe, is_symbolic, module_fqn, operations, output_node, outputs, placeholders
+from .passes.partition_joint import copy_overwritten, refuse_draws
 from .passes.split_backward import split_backward
 from .passes.unfuse_backward import unfuse_backward
 from .program import Compiled
@@ -46,8 +47,9 @@ def twobp(
 class CompiledGraph:
     """One of Dynamo's graphs, compiled.
 
-    function: takes the graph's inputs and returns its outputs, differentiable by autograd. Its node in autograd's graph has a slot
-    for each tensor it takes: first the anchor, then the graph's inputs. parameters: the slots of parameters, with their names.
+    function: takes the graph's inputs and returns its outputs, differentiable by autograd. AOTAutograd may hand them on in another
+    way: inputs that share storage as their common base. Its node in autograd's graph has a slot for each tensor that it hands on.
+    parameters: the slots of parameters, with their names. names: of the graph's inputs, the anchor first.
     """
 
     def __init__(self, module: fx.GraphModule, example_inputs: Sequence[Any], emit: Emitter) -> None:
@@ -56,37 +58,45 @@ class CompiledGraph:
         self._emitter = emit
         self._anchor = new_anchor(self)
         self.label = _label(module)
-        self.deferred: dict[Node, Deferral] = {}
-        takes = [(self._anchor, "anchor")]
-        takes += [(example, _name(node)) for node, example in zip(placeholders(module.graph), example_inputs, strict=True)]
-        self.positions = [position for position, (example, _) in enumerate(takes) if isinstance(example, torch.Tensor)]
-        self.parameters = {
-            slot: takes[position][1]
-            for slot, position in enumerate(self.positions)
-            if isinstance(takes[position][0], torch.nn.Parameter) and takes[position][0].requires_grad
+        self.deferred: dict[Node | None, Deferral] = {}
+        self.names = ["anchor", *_names(placeholders(module.graph))]
+        self.parameters: dict[int, str] = {}
+        self.positions: list[int] = []
+        takes = [self._anchor, *example_inputs]
+        self._trainable = {
+            position for position, each in enumerate(takes) if isinstance(each, torch.nn.Parameter) and each.requires_grad
         }
         compiled = aot_autograd(
             fw_compiler=self._compile_forward,
             bw_compiler=self._compile_backward,
             partition_fn=_partition,
             decompositions=dict(emit.decompositions),
-        )(_with_anchor(module), [example for example, _ in takes])
+        )(_with_anchor(module), takes)
         self.function = _disable(functools.partial(compiled, self._anchor))
 
     def _compile_forward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         _keep_backward_repeatable()
+        handed_on = placeholders(module.graph)
+        self.positions = [i for i, node in enumerate(handed_on) if isinstance(node.meta["val"], torch.Tensor)]
+        # A tensor subclass is handed on as one tensor, but reaches this graph as several.
+        one_to_one = all(isinstance(node.meta.get("desc"), (PlainAOTInput, *BASES)) for node in handed_on)
+        for slot, position in enumerate(self.positions):
+            of = handed_on[position].meta.get("desc")
+            if one_to_one and isinstance(of, PlainAOTInput) and of.idx in self._trainable:
+                self.parameters[slot] = self.names[of.idx]
         return _boxed(self._emitter.emit(module, f"{self.label}, forward"))
 
     def _compile_backward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return _boxed(_Backward(self, module, self._emitter, self._anchor))
+        for node, example in zip(placeholders(module.graph), example_inputs, strict=True):
+            node.meta["val"] = example  # with the strides that the compiled forward really gives
+        return _boxed(_Backward(self, module, self._emitter))
 
 
 class _Backward:
     """B of one graph; and its halves, made when first asked for."""
 
-    def __init__(self, graph: CompiledGraph, module: fx.GraphModule, emit: Emitter, anchor: torch.Tensor) -> None:
+    def __init__(self, graph: CompiledGraph, module: fx.GraphModule, emit: Emitter) -> None:
         self._graph = graph
-        self._anchor = anchor
         self._emitter = emit
         self._takes = tuple(node.name for node in placeholders(module.graph))
         self._returns = len(outputs(module.graph))
@@ -96,46 +106,69 @@ class _Backward:
         self._whole: _Part | None = None
         self._halves: dict[frozenset[int], tuple[_Part, _Part]] = {}
         self._lock = threading.Lock()  # a backward may run in any thread
+        self._symbolic = any(is_symbolic(node.meta["val"]) for node in placeholders(module.graph))
+        if self._symbolic:  # what a compiler assumes of the sizes is guarded only while Dynamo is at it
+            self._compiled_whole()
+            self._compiled_halves(frozenset())
 
     def __call__(self, args: Sequence[Any]) -> list[torch.Tensor | None]:
         """The gradients of all that the graph takes; None for what has none, and for what is put off."""
         values = dict(zip(self._takes, args, strict=True))
-        node = live_node_of(self._anchor)
-        deferral = None if node is None else self._graph.deferred.get(node)
-        results: list[torch.Tensor | None] = [None] * self._returns
-        if deferral is None:
+        deferral = self._graph.deferred.get(running_node())
+        if deferral is None or not deferral.parameters or (deferral.kept and self._symbolic):
             whole = self._compiled_whole()
-            for of, gradient in zip(whole.gradients_of, whole(whole.pick(values)), strict=True):
-                results[self._graph.positions[_slot(of)]] = gradient
-            return results
-        first, second = self._compiled_halves(frozenset(deferral.kept))
-        for name, of, result in zip(first.returns, first.gradients_of, first(first.pick(values)), strict=True):
-            if of is None:
-                values[name] = result
-            else:
-                results[self._graph.positions[_slot(of)]] = result
-        self._put_off(second, values, deferral)
+            gradients = dict(zip(map(_slot, whole.gradients_of), whole(whole.pick(values)), strict=True))
+            if deferral is not None:  # computed already, for want of halves compiled for this: to accumulate them can wait
+                later = {slot: gradients.pop(slot) for slot in deferral.parameters if slot in gradients}
+                held = [(self._graph.parameters[slot], gradient) for slot, gradient in later.items()]
+                self._put_off(deferral, list(later), held, lambda gradients: gradients)
+        else:
+            first, second = self._compiled_halves(frozenset(deferral.kept))
+            gradients = {}
+            for name, of, result in zip(first.returns, first.gradients_of, first(first.pick(values)), strict=True):
+                if of is None:
+                    values[name] = result
+                else:
+                    gradients[_slot(of)] = result
+            held = list(zip(self._described(second), second.pick(values), strict=True))
+            self._put_off(deferral, list(map(_slot, second.gradients_of)), held, second)
+        results: list[torch.Tensor | None] = [None] * self._returns
+        for slot, gradient in gradients.items():
+            results[self._graph.positions[slot]] = gradient
         return results
 
-    def _put_off(self, second: _Part, values: Mapping[str, Any], deferral: Deferral) -> None:
-        wanted = [(i, _slot(of)) for i, of in enumerate(second.gradients_of) if _slot(of) in deferral.parameters]
-        if not wanted:
-            return
+    def _put_off(
+        self,
+        deferral: Deferral,
+        slots: Sequence[int],
+        held: Sequence[tuple[str, Any]],
+        compute: Callable[[Sequence[Any]], Sequence[torch.Tensor | None]],
+    ) -> None:
+        """Leave W, which computes the gradients of `slots` from what it holds; not all of these need be wanted."""
+        wanted = [i for i, slot in enumerate(slots) if slot in deferral.parameters]
 
-        def compute(held: Sequence[Any]) -> Sequence[torch.Tensor | None]:
-            results = second(list(held))
-            return [results[i] for i, _ in wanted]
+        def run(values: Sequence[Any]) -> Sequence[torch.Tensor | None]:
+            results = compute(values)
+            return [results[i] for i in wanted]
 
         names = self._graph.parameters
         deferral.pending.add(
             WeightGradients(
                 self._graph.label,
-                {names[slot]: deferral.parameters[slot] for _, slot in wanted},
+                {names[slots[i]]: deferral.parameters[slots[i]] for i in wanted},
                 {names[slot]: why for slot, why in deferral.kept.items()},
-                second.pick(values),
-                compute,
+                held,
+                run,
             )
         )
+
+    def _described(self, part: _Part) -> list[str]:
+        """What a graph takes, for people: inputs by their own names."""
+        found = []
+        for node in part.takes:
+            of = node.meta.get("desc")
+            found.append(self._graph.names[of.idx] if isinstance(of, PlainAOTInput) else describe(node))
+        return found
 
     def _compiled_whole(self) -> _Part:
         with self._lock:
@@ -157,23 +190,22 @@ class _Backward:
 
 
 class _Part:
-    """A compiled graph and the names of what it takes and returns. Tensors reach it with the strides it was compiled for."""
+    """A compiled graph, what it takes, and the names of what it returns. Tensors reach it with the strides it was compiled for."""
 
     def __init__(self, module: fx.GraphModule, emit: Emitter, label: str) -> None:
-        self.takes = tuple(node.name for node in placeholders(module.graph))
+        self.takes = placeholders(module.graph)
         self.returns = tuple(node.name if isinstance(node, fx.Node) else "" for node in outputs(module.graph))
         self.gradients_of = tuple(
             descriptor.grad_of if isinstance(descriptor, GradAOTOutput) else None
             for descriptor in output_node(module.graph).meta.get("desc", ())
         )
-        self._layouts = [node.meta["val"] for node in placeholders(module.graph)]
         self._function: Compiled = emit.emit(module, label)
 
     def pick(self, values: Mapping[str, Any]) -> list[Any]:
-        return [values[name] for name in self.takes]
+        return [values[node.name] for node in self.takes]
 
     def __call__(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        return self._function([_conform(arg, layout) for arg, layout in zip(args, self._layouts, strict=True)])
+        return self._function([_conform(arg, node.meta["val"]) for arg, node in zip(args, self.takes, strict=True)])
 
 
 def _conform(value: Any, traced: Any) -> Any:
@@ -209,6 +241,7 @@ def _slot(of: Any) -> int:
 def _partition(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **options)
     refuse_draws(backward)
+    copy_overwritten(forward, backward, options["num_fwd_outputs"])
     return forward, backward
 
 
@@ -261,8 +294,13 @@ def _label(module: fx.GraphModule) -> str:
     return f"{number}: '{ran[0]}' to '{ran[-1]}'" if ran else number
 
 
-def _name(node: fx.Node) -> str:
-    """A parameter's name as its module's `named_parameters` has it, as far as Dynamo's source tells it."""
-    argument = node.meta.get("grapharg")
-    parts = re.findall(r"_(?:modules|parameters)\['([^']+)'\]", argument.source.name) if argument is not None else []
-    return ".".join(parts) or node.name
+def _names(nodes: Sequence[fx.Node]) -> list[str]:
+    """The names of a graph's inputs: a parameter's as its module's `named_parameters` has it, as far as Dynamo's source tells it.
+
+    Names that several modules of one graph have in common are given with where Dynamo found each.
+    """
+    sources = [argument.source.name if (argument := node.meta.get("grapharg")) is not None else "" for node in nodes]
+    parts = [re.findall(r"_(?:modules|parameters|buffers)\['([^']+)'\]", source) for source in sources]
+    names = [".".join(part) or node.name for part, node in zip(parts, nodes, strict=True)]
+    often = collections.Counter(names)
+    return [source if often[name] > 1 else name for name, source in zip(names, sources, strict=True)]

@@ -11,6 +11,7 @@ import functools
 import inspect
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class Deferrable(Protocol):
 
     label: str
     parameters: dict[int, str]
-    deferred: dict[Node, Deferral]
+    deferred: dict[Node | None, Deferral]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class WeightGradients:
 
     label: the graph's. parameters: those that get a gradient, by name. kept: names of those whose gradient was computed in I
     already, with the reason. nbytes: what it holds, in bytes, besides the parameters themselves. waiting: whether it is still to be
-    run.
+    run; never if it has no parameters.
     """
 
     def __init__(
@@ -61,27 +62,43 @@ class WeightGradients:
         label: str,
         parameters: Mapping[str, torch.Tensor],
         kept: Mapping[str, str],
-        held: Sequence[Any],
+        held: Sequence[tuple[str, Any]],
         compute: Callable[[Sequence[Any]], Sequence[torch.Tensor | None]],
     ) -> None:
         self.label = label
         self.parameters = parameters
         self.kept = kept
-        self.waiting = True
-        self._held = held
+        self.waiting = bool(parameters)
+        self._held = [value for _, value in held] if parameters else []
+        self._versions = [(name, _version(value)) for name, value in held]
         self._compute = compute
         own = {storage_key(leaf) for leaf in parameters.values()}
-        tensors = [each for each in held if isinstance(each, torch.Tensor)]
+        tensors = [each for each in self._held if isinstance(each, torch.Tensor)]
         storages = {storage_key(each): each.untyped_storage().nbytes() for each in tensors}
         self.nbytes = sum(size for key, size in storages.items() if key not in own)
 
     def run(self) -> None:
         """Compute the gradients and accumulate them into `.grad`; every hook of a parameter fires once.
 
-        If computing them fails, the error is raised and this stays pending. Raises InputError if it is not pending.
+        If computing them fails, the error is raised and this stays pending. Raises InputError if it is not pending, and if a tensor
+        it reads was changed in place after I.
         """
         if not self.waiting:
             raise InputError(f"The weight gradients of {self.label} are not pending: they were run, or dropped.")
+        self._refuse_changed()
+        with torch.inference_mode(False):
+            self._run()
+
+    def _refuse_changed(self) -> None:
+        for value, (name, version) in zip(self._held, self._versions, strict=True):
+            if _version(value) != version:
+                raise InputError(
+                    f"The weight gradients of {self.label} cannot be computed any more: {name} was changed in place after "
+                    f"their backward ran (it is at version {_version(value)}; expected version {version}). Run them before an "
+                    "optimizer steps or anything else writes to it; or drop() them."
+                )
+
+    def _run(self) -> None:
         with torch.no_grad(), as_traced({each.device for each in self._held if isinstance(each, torch.Tensor)}):
             gradients = self._compute(self._held)
         self.drop()
@@ -97,7 +114,7 @@ class WeightGradients:
     def drop(self) -> None:
         """Let go of all it holds; it can no longer be run."""
         self.waiting = False
-        self._held = ()
+        self._held = []
 
 
 class PendingWeightGradients:
@@ -117,7 +134,7 @@ class PendingWeightGradients:
         """A table of what is pending, and of what could not be put off, with the reason."""
         rows = [
             [i, each.label, len(each.parameters), each.nbytes, "; ".join(f"{name}: {why}" for name, why in each.kept.items())]
-            for i, each in enumerate(self)
+            for i, each in enumerate(each for each in self._added if each.waiting or not each.parameters)
         ]
         return tabulate(rows, headers=["", "call of", "parameters", "bytes held", "computed in I instead"])
 
@@ -148,14 +165,14 @@ class PendingWeightGradients:
         """As `torch.autograd.backward`, but the W of every call of a graph compiled by this backend is put off, and added here.
 
         What cannot be put off is computed at once: parameters that one backward reaches on more than one way, and all that was
-        not compiled by this backend.
+        not compiled by this backend. Where the backward passes through a checkpoint with `use_reentrant=True`, which refuses to run
+        towards chosen leaves, only what is inside such a checkpoint is put off.
         """
         tensors = (tensors,) if isinstance(tensors, (torch.Tensor, GradientEdge)) else tuple(tensors)
         reached = _Reached(tensors)
         deferrals = reached.deferrals(self)
-        targets = reached.leaves_besides(deferrals)
-        if not deferrals or not targets:
-            return _engine(tensors, grad_tensors, retain_graph=retain_graph)
+        later = {leaf for deferral in deferrals.values() for leaf in deferral.parameters.values()}
+        targets = [leaf for leaf in reached.ways if leaf not in later and leaf.requires_grad] if later else None
         try:
             for (node, graph), deferral in deferrals.items():
                 graph.deferred[node] = deferral
@@ -165,8 +182,9 @@ class PendingWeightGradients:
                 graph.deferred.pop(node, None)
 
     def add(self, each: WeightGradients) -> None:
-        """Put another one at the end."""
-        self._added.append(each)
+        """Put another one at the end; one that has neither parameters nor anything to say about them is left out."""
+        if each.parameters or each.kept:
+            self._added.append(each)
 
     def __del__(self) -> None:
         if len(self):
@@ -205,16 +223,14 @@ def defer_weight_grads() -> Iterator[PendingWeightGradients]:
             _local.stack = _stack()[:-1]
 
 
-def live_node_of(anchor: torch.Tensor) -> Node | None:
-    """The node of autograd's graph that is running now, if it is one whose first input is `anchor`."""
+def running_node() -> Node | None:
+    """The node of autograd's graph that is running now in this thread."""
     node: Node | None = torch._C._current_autograd_node()
-    if node is None or not node.next_functions or _leaf(node.next_functions[0][0]) is not anchor:
-        return None
     return node
 
 
 def new_anchor(graph: Deferrable) -> torch.Tensor:
-    """A leaf to be the first input of every call of `graph`.
+    """A leaf to be an input of every call of `graph`.
 
     It marks the call's node, and makes the engine run it even where nothing but put-off parameters lies behind it.
     """
@@ -224,34 +240,42 @@ def new_anchor(graph: Deferrable) -> torch.Tensor:
 
 
 class _Reached:
-    """What a backward from some tensors reaches: its leaves, with all ways into each, and the calls of compiled graphs."""
+    """What a backward from some tensors reaches.
+
+    ways: its leaves, with the number of ways into each. calls: of compiled graphs. checkpoint: whether one is there that refuses to
+    run towards chosen leaves.
+    """
 
     def __init__(self, tensors: Sequence[Any]) -> None:
-        self.leaves: dict[torch.Tensor, list[tuple[Node | None, int]]] = {}
+        self.ways: Counter[torch.Tensor] = Counter()
         self.calls: dict[Node, Deferrable] = {}
+        self.checkpoint = False
         seen: set[Node] = set()
         stack: list[Node] = []
+
+        def reach(node: Node | None) -> torch.Tensor | None:
+            leaf = _leaf(node)
+            if leaf is not None:
+                self.ways[leaf] += 1
+            elif node is not None and node not in seen:
+                seen.add(node)
+                stack.append(node)
+            return leaf
+
         for tensor in tensors:
             if isinstance(tensor, GradientEdge):
-                stack.append(tensor.node)
-            elif tensor.grad_fn is not None:
-                stack.append(tensor.grad_fn)
-            elif tensor.requires_grad:
-                self.leaves.setdefault(tensor, []).append((None, 0))
+                reach(tensor.node)
+            elif tensor.grad_fn is None and tensor.requires_grad:
+                self.ways[tensor] += 1
+            else:
+                reach(tensor.grad_fn)
         while stack:
             node = stack.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            for slot, (following, _) in enumerate(node.next_functions):
-                leaf = _leaf(following)
-                if leaf is not None:
-                    self.leaves.setdefault(leaf, []).append((node, slot))
-                    graph = getattr(leaf, "_twobp_graph", None)
-                    if graph is not None and slot == 0:
-                        self.calls[node] = graph
-                elif following is not None:
-                    stack.append(following)
+            self.checkpoint |= node.name() == "CheckpointFunctionBackward"
+            for following, _ in node.next_functions:
+                graph = getattr(reach(following), "_twobp_graph", None)
+                if graph is not None:
+                    self.calls[node] = graph
 
     def deferrals(self, pending: PendingWeightGradients) -> dict[tuple[Node, Deferrable], Deferral]:
         """For every call: which parameters' gradients can be put off. One that this backward reaches once, and as a leaf."""
@@ -262,21 +286,23 @@ class _Reached:
             for slot in graph.parameters:
                 following = node.next_functions[slot][0]
                 leaf = _leaf(following)
-                if leaf is None:
-                    if following is not None:
-                        kept[slot] = "it is computed from something else"
-                elif len(self.leaves[leaf]) > 1:
+                if following is None:
+                    continue
+                if self.checkpoint:
+                    kept[slot] = "this backward passes through a checkpoint with use_reentrant=True"
+                elif leaf is None:
+                    kept[slot] = "it is computed from something else"
+                elif self.ways[leaf] > 1:
                     kept[slot] = "this backward also reaches it on another way"
                 else:
                     parameters[slot] = leaf
-            if parameters:
-                found[node, graph] = Deferral(pending, kept, parameters)
+            found[node, graph] = Deferral(pending, kept, parameters)
         return found
 
-    def leaves_besides(self, deferrals: Mapping[Any, Deferral]) -> list[torch.Tensor]:
-        """The leaves that get their gradient now."""
-        later = {leaf for deferral in deferrals.values() for leaf in deferral.parameters.values()}
-        return [leaf for leaf in self.leaves if leaf not in later and leaf.requires_grad]
+
+def _version(value: Any) -> int | None:
+    """Counts the writes in place into a tensor's storage; None for what does not count them."""
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
 
 
 def _leaf(node: Any) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from .errors import CompileError, InputError
-from .passes.graph import build_graph, operations, outputs, placeholders
+from .passes.graph import build_graph, is_symbolic, operations, outputs, placeholders
 from .program import Compiled
 
 Compiler = str | Callable[[fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
@@ -104,7 +104,7 @@ def _inductor(module: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[
     No autograd and no tracing context of a joint graph: so Inductor knows of no buffer it may overwrite ("donated buffers"), and
     I cannot write into what W still reads.
     """
-    if any(isinstance(size, torch.SymInt) for example in examples for size in _sizes(example)):
+    if any(map(is_symbolic, examples)):
         for node in outputs(module.graph):  # where Inductor looks for what gives symbolic sizes their meaning
             node.meta.setdefault("example_value", node.meta["val"])
     with torch.no_grad(), _importing_inductor():
