@@ -149,7 +149,7 @@ def test_a_step_is_as_eager(name):
 @pytest.mark.parametrize("name", ["mlp", "convolutions with batch norm", "transformer layer", "token ids", "a graph break"])
 def test_a_step_by_inductor_is_as_eager(name):
     make, args = MODELS[name]
-    assert_as_eager(make(), *args(), compiler="inductor", tolerance=1e-5)
+    assert_as_eager(make(), *args(), compiler="inductor", tolerance=1e-4)
 
 
 class TestBackward:
@@ -434,7 +434,7 @@ class TestDynamicSizes:
             return [backward_of_sum(call, x) for x in args]
 
         args = [leaf(n, *MODELS[name][1]()[0].shape[1:]) for n in (3, 5, 2, 7)]
-        assert_as_eager(MODELS[name][0](), *args, step=step, compiler=compiler, tolerance=1e-5)
+        assert_as_eager(MODELS[name][0](), *args, step=step, compiler=compiler, tolerance=1e-4)
 
     @pytest.mark.parametrize("settings", [{}, {"dynamic": True}], ids=["found out", "asked for"])
     def test_not_every_size_is_compiled_anew(self, settings):
@@ -465,7 +465,7 @@ class TestDynamicSizes:
             return [(call(x) @ weight).pow(2).sum().backward() for x in args]
 
         model = Lambda(lambda m, x: m.b(m.a(x).relu()))
-        assert_as_eager(model, *(leaf(n, 4) for n in (3, 5, 2)), step=step, compiler=compiler, tolerance=1e-5)
+        assert_as_eager(model, *(leaf(n, 4) for n in (3, 5, 2)), step=step, compiler=compiler, tolerance=1e-4)
 
     def test_a_size_among_the_arguments(self):
         def step(call, *args):

@@ -7,7 +7,6 @@ and the passes split its backward. A plain backward runs B whole; under `defer_w
 from __future__ import annotations
 
 import collections
-import functools
 import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -18,11 +17,11 @@ from functorch.compile import min_cut_rematerialization_partition  # type: ignor
 from torch import fx
 from torch.autograd.graph import Node
 
-from .deferral import Deferral, WeightGradients, new_anchor, running_node
+from .deferral import Deferral, WeightGradients, arrivals, leaf_of, new_anchor, note_arrivals, running_node
 from .emit import Compiler, Emitter, emitter
 from .errors import InputError
-from .passes.aot import BASES, GradAOTOutput, ParamAOTInput, PlainAOTInput, gradients
-from .passes.graph import build_graph, describe, is_symbolic, module_fqn, operations, output_node, outputs, placeholders
+from .passes.aot import BASES, GradAOTOutput, ParamAOTInput, PlainAOTInput, TangentAOTInput, gradients
+from .passes.graph import ancestors, build_graph, describe, is_symbolic, module_fqn, operations, output_node, outputs, placeholders
 from .passes.partition_joint import copy_overwritten, refuse_draws
 from .passes.split_backward import split_backward
 from .passes.unfuse_backward import unfuse_backward
@@ -62,6 +61,7 @@ class CompiledGraph:
         self.names = ["anchor", *_names(placeholders(module.graph))]
         self.parameters: dict[int, str] = {}
         self.positions: list[int] = []
+        self.returns: list[Any] = []
         takes = [self._anchor, *example_inputs]
         self._trainable = {
             position for position, each in enumerate(takes) if isinstance(each, torch.nn.Parameter) and each.requires_grad
@@ -72,11 +72,29 @@ class CompiledGraph:
             partition_fn=_partition,
             decompositions=dict(emit.decompositions),
         )(_with_anchor(module), takes)
-        self.function = _disable(functools.partial(compiled, self._anchor))
+        self._compiled = compiled
+        self.function = _disable(self._call)
+
+    def _call(self, *args: Any) -> Any:
+        results = self._compiled(self._anchor, *args)
+        for result in results:
+            node = self._node_behind(result) if isinstance(result, torch.Tensor) else None
+            if node is not None:
+                node.register_prehook(note_arrivals)
+                break
+        return results
+
+    def _node_behind(self, result: torch.Tensor) -> Node | None:
+        """The node of the call that gave this result, if it is one of the node's outputs or a view of one."""
+        node = result.grad_fn
+        while node is not None and not any(leaf_of(following) is self._anchor for following, _ in node.next_functions):
+            node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+        return node
 
     def _compile_forward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         _keep_backward_repeatable()
         handed_on = placeholders(module.graph)
+        self.returns = output_node(module.graph).meta.get("desc", [])
         self.positions = [i for i, node in enumerate(handed_on) if isinstance(node.meta["val"], torch.Tensor)]
         # A tensor subclass is handed on as one tensor, but reaches this graph as several.
         one_to_one = all(isinstance(node.meta.get("desc"), (PlainAOTInput, *BASES)) for node in handed_on)
@@ -103,6 +121,7 @@ class _Backward:
         slots = {position: slot for slot, position in enumerate(graph.positions)}
         self._module = _of_slots(module, [slots.get(position, -1) for position in range(self._returns)])
         unfuse_backward(self._module)
+        self._needs = {_slot(of): self._tangents(value) for value, of in gradients(self._module.graph)}
         self._whole: _Part | None = None
         self._halves: dict[frozenset[int], tuple[_Part, _Part]] = {}
         self._lock = threading.Lock()  # a backward may run in any thread
@@ -114,14 +133,17 @@ class _Backward:
     def __call__(self, args: Sequence[Any]) -> list[torch.Tensor | None]:
         """The gradients of all that the graph takes; None for what has none, and for what is put off."""
         values = dict(zip(self._takes, args, strict=True))
-        deferral = self._graph.deferred.get(running_node())
+        node = running_node()
+        deferral = self._graph.deferred.get(node)
+        arrived = arrivals(node)
+        missing = {slot for slot, needs in self._needs.items() if arrived is not None and needs and not needs & arrived}
         if deferral is None or not deferral.parameters or (deferral.kept and self._symbolic):
             whole = self._compiled_whole()
             gradients = dict(zip(map(_slot, whole.gradients_of), whole(whole.pick(values)), strict=True))
             if deferral is not None:  # computed already, for want of halves compiled for this: to accumulate them can wait
-                later = {slot: gradients.pop(slot) for slot in deferral.parameters if slot in gradients}
+                later = {slot: gradients.pop(slot) for slot in deferral.parameters if slot in gradients.keys() - missing}
                 held = [(self._graph.parameters[slot], gradient) for slot, gradient in later.items()]
-                self._put_off(deferral, list(later), held, lambda gradients: gradients)
+                self._put_off(deferral, list(later), missing, held, lambda gradients: gradients)
         else:
             first, second = self._compiled_halves(frozenset(deferral.kept))
             gradients = {}
@@ -131,21 +153,29 @@ class _Backward:
                 else:
                     gradients[_slot(of)] = result
             held = list(zip(self._described(second), second.pick(values), strict=True))
-            self._put_off(deferral, list(map(_slot, second.gradients_of)), held, second)
+            self._put_off(deferral, list(map(_slot, second.gradients_of)), missing, held, second)
         results: list[torch.Tensor | None] = [None] * self._returns
-        for slot, gradient in gradients.items():
-            results[self._graph.positions[slot]] = gradient
+        for slot in gradients.keys() - missing:
+            results[self._graph.positions[slot]] = gradients[slot]
         return results
+
+    def _tangents(self, gradient: fx.Node) -> frozenset[int]:
+        """Which of the forward's outputs a gradient is computed from the gradients of. As autograd has it, it is None if none
+        of these arrives; AOTAutograd puts zeros for them.
+        """
+        of = [node.meta.get("desc") for node in ancestors([gradient])]
+        return frozenset(self._graph.returns.index(desc.output) for desc in of if isinstance(desc, TangentAOTInput))
 
     def _put_off(
         self,
         deferral: Deferral,
         slots: Sequence[int],
+        missing: Collection[int],
         held: Sequence[tuple[str, Any]],
         compute: Callable[[Sequence[Any]], Sequence[torch.Tensor | None]],
     ) -> None:
-        """Leave W, which computes the gradients of `slots` from what it holds; not all of these need be wanted."""
-        wanted = [i for i, slot in enumerate(slots) if slot in deferral.parameters]
+        """Leave W, which computes the gradients of `slots` from what it holds; those of the `missing` slots are zeros."""
+        wanted = [i for i, slot in enumerate(slots) if slot in deferral.parameters and slot not in missing]
 
         def run(values: Sequence[Any]) -> Sequence[torch.Tensor | None]:
             results = compute(values)

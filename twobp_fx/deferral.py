@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from tabulate import tabulate
@@ -101,15 +101,20 @@ class WeightGradients:
     def _run(self) -> None:
         with torch.no_grad(), as_traced({each.device for each in self._held if isinstance(each, torch.Tensor)}):
             gradients = self._compute(self._held)
+        leaves = list(self.parameters.values())
         self.drop()
-        pairs = [
-            (leaf, gradient)
-            for leaf, gradient in zip(self.parameters.values(), gradients, strict=True)
-            if gradient is not None and leaf.requires_grad
-        ]
-        if pairs:
+        pairs = [(leaf, gradient) for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None]
+        if not pairs:
+            return
+        frozen = [leaf for leaf, _ in pairs if not leaf.requires_grad]  # since I; their gradients are wanted all the same
+        try:
+            for leaf in frozen:
+                leaf.requires_grad_(True)
             with torch.enable_grad():
                 _engine([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
+        finally:
+            for leaf in frozen:
+                leaf.requires_grad_(False)
 
     def drop(self) -> None:
         """Let go of all it holds; it can no longer be run."""
@@ -229,6 +234,33 @@ def running_node() -> Node | None:
     return node
 
 
+def leaf_of(node: Any) -> torch.Tensor | None:
+    """The leaf that a node of autograd's graph accumulates into; None for any other node."""
+    if node is not None and node.name() == "torch::autograd::AccumulateGrad":
+        variable: torch.Tensor = node.variable
+        return variable
+    return None
+
+
+_ARRIVALS = "twobp_fx.arrivals"
+
+
+def note_arrivals(gradients: Sequence[torch.Tensor | None]) -> None:
+    """A prehook of a node: notes which of its outputs get a gradient, before the missing ones are made zeros."""
+    node = running_node()
+    if node is not None:
+        _metadata(node)[_ARRIVALS] = frozenset(i for i, gradient in enumerate(gradients) if gradient is not None)
+
+
+def arrivals(node: Node | None) -> frozenset[int] | None:
+    """What `note_arrivals` noted for this run of the node; None if nothing."""
+    return None if node is None else _metadata(node).pop(_ARRIVALS, None)
+
+
+def _metadata(node: Node) -> dict[Any, Any]:
+    return cast("dict[Any, Any]", node.metadata)  # a property, whatever torch's annotation says
+
+
 def new_anchor(graph: Deferrable) -> torch.Tensor:
     """A leaf to be an input of every call of `graph`.
 
@@ -254,7 +286,7 @@ class _Reached:
         stack: list[Node] = []
 
         def reach(node: Node | None) -> torch.Tensor | None:
-            leaf = _leaf(node)
+            leaf = leaf_of(node)
             if leaf is not None:
                 self.ways[leaf] += 1
             elif node is not None and node not in seen:
@@ -285,8 +317,8 @@ class _Reached:
             parameters: dict[int, torch.Tensor] = {}
             for slot in graph.parameters:
                 following = node.next_functions[slot][0]
-                leaf = _leaf(following)
-                if following is None:
+                leaf = leaf_of(following)
+                if following is None or (leaf is not None and not leaf.requires_grad):
                     continue
                 if self.checkpoint:
                     kept[slot] = "this backward passes through a checkpoint with use_reentrant=True"
@@ -303,13 +335,6 @@ class _Reached:
 def _version(value: Any) -> int | None:
     """Counts the writes in place into a tensor's storage; None for what does not count them."""
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
-
-
-def _leaf(node: Any) -> torch.Tensor | None:
-    if node is not None and node.name() == "torch::autograd::AccumulateGrad":
-        variable: torch.Tensor = node.variable
-        return variable
-    return None
 
 
 class _Local(threading.local):
