@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +16,16 @@ from tests.helpers import equal
 
 Step = Callable[..., Any]
 """Takes a callable (the module, compiled or not) and its arguments; runs forwards and backwards, and may return outputs."""
+
+
+@contextlib.contextmanager
+def fresh_dynamo() -> Iterator[None]:
+    """Nothing compiled before is used; warnings that torch gives itself are no errors."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.jit.*", category=DeprecationWarning)  # Inductor's own imports
+        warnings.filterwarnings("ignore", message=".*grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+        yield
 
 
 def compiled(module: Any, compiler: Any = "eager", **settings: Any) -> Any:

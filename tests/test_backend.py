@@ -1,7 +1,6 @@
 """`torch.compile(module, backend="twobp")`: each step against the same step run eagerly, with W at once and with W put off."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import twobp_fx
-from tests.backend_helpers import assert_as_eager, backward_of_sum, compiled, deferred, state_after
+from tests.backend_helpers import assert_as_eager, backward_of_sum, compiled, deferred, fresh_dynamo, state_after
 from tests.helpers import equal, leaf
 from twobp_fx.errors import CompileError, InputError, SplitError
 
@@ -18,11 +17,8 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def _forget():
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.jit.*", category=DeprecationWarning)  # Inductor's own imports
-        warnings.filterwarnings("ignore", message=".*grad attribute of a Tensor that is not a leaf")  # Dynamo's own look at it
+def _fresh():
+    with fresh_dynamo():
         yield
 
 

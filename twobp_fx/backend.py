@@ -21,7 +21,18 @@ from .deferral import Deferral, WeightGradients, arrivals, leaf_of, new_anchor, 
 from .emit import Compiler, Emitter, emitter
 from .errors import InputError
 from .passes.aot import BASES, GradAOTOutput, ParamAOTInput, PlainAOTInput, TangentAOTInput, gradients
-from .passes.graph import ancestors, build_graph, describe, is_symbolic, module_fqn, operations, output_node, outputs, placeholders
+from .passes.graph import (
+    ancestors,
+    build_graph,
+    describe,
+    is_symbolic,
+    module_fqn,
+    operations,
+    output_node,
+    outputs,
+    placeholders,
+    storage_key,
+)
 from .passes.partition_joint import copy_overwritten, refuse_draws
 from .passes.split_backward import split_backward
 from .passes.unfuse_backward import unfuse_backward
@@ -153,11 +164,19 @@ class _Backward:
                 else:
                     gradients[_slot(of)] = result
             held = list(zip(self._described(second), second.pick(values), strict=True))
+            self._own_leaves_gradients(gradients, held, node)
             self._put_off(deferral, list(map(_slot, second.gradients_of)), missing, held, second)
         results: list[torch.Tensor | None] = [None] * self._returns
         for slot in gradients.keys() - missing:
             results[self._graph.positions[slot]] = gradients[slot]
         return results
+
+    def _own_leaves_gradients(self, gradients: dict[int, torch.Tensor], held: Sequence[tuple[str, Any]], node: Node | None) -> None:
+        """Copy an input's gradient that would be its `.grad`, to be added to in place, while W reads the same storage."""
+        read = {storage_key(value) for _, value in held if isinstance(value, torch.Tensor)}
+        for slot, gradient in gradients.items():
+            if storage_key(gradient) in read and node is not None and leaf_of(node.next_functions[slot][0]) is not None:
+                gradients[slot] = gradient.clone()
 
     def _tangents(self, gradient: fx.Node) -> frozenset[int]:
         """Which of the forward's outputs a gradient is computed from the gradients of. As autograd has it, it is None if none
