@@ -11,11 +11,15 @@ from functorch.compile import min_cut_rematerialization_partition  # type: ignor
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
+    ForwardTokenAOTInput,
+    ForwardTokenAOTOutput,
     GradAOTOutput,
     InputMutationAOTOutput,
     ParamAOTInput,
     PlainAOTInput,
     PlainAOTOutput,
+    SavedForBackwardsAOTOutput,
+    SavedForBackwardsNoVcCheckAOTOutput,
     SyntheticBaseAOTInput,
     TangentAOTInput,
     ViewBaseAOTInput,
@@ -25,6 +29,8 @@ from .graph import output_descriptors, output_node, outputs
 
 __all__ = [
     "BASES",
+    "SAVED",
+    "TOKENS",
     "BufferAOTInput",
     "GradAOTOutput",
     "InputMutationAOTOutput",
@@ -38,6 +44,12 @@ __all__ = [
 
 BASES = (SyntheticBaseAOTInput, ViewBaseAOTInput)
 """Descriptors of a tensor that stands for several inputs, which are views of it."""
+
+TOKENS = (ForwardTokenAOTInput, ForwardTokenAOTOutput)
+"""Descriptors of the tokens that keep effects in order. Autograd does not see them."""
+
+SAVED = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput)
+"""Descriptors of what the forward returns for the backward alone."""
 
 
 def forward_output_count(joint: fx.Graph) -> int:

@@ -66,7 +66,7 @@ def state_after(step: Step, module: nn.Module, args: Sequence[Any], **settings: 
 
 
 def assert_as_eager(
-    module: nn.Module, *args: Any, step: Step = backward_of_sum, tolerance: float = 0.0, compiler: str = "eager", **settings: Any
+    module: nn.Module, *args: Any, step: Step = backward_of_sum, tolerance: float = 0.0, compiler: Any = "eager", **settings: Any
 ) -> None:
     """Compiled, and compiled with W put off, a step does just what it does eagerly."""
     expected = state_after(step, module, args)

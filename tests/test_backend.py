@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.testing._internal.two_tensor import TwoTensor
 
 import twobp_fx
 from tests.backend_helpers import assert_as_eager, backward_of_sum, compiled, deferred, fresh_dynamo, state_after
@@ -340,6 +341,40 @@ class TestValues:
         deferred(lambda: call(weights, x).sum().backward())()
         assert all(equal(weights[name].grad, expected[name]) for name in expected)
 
+    def test_a_compiler_that_lays_its_results_out_in_its_own_way(self):
+        def compiler(graph, examples):
+            def run(*args):
+                assert all(a.stride() == e.stride() for a, e in zip(args, examples, strict=True) if isinstance(a, Tensor))
+                return [r.transpose(0, 1).contiguous().transpose(0, 1) if r.dim() > 1 else r for r in graph(*args)]
+
+            return run
+
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 4))
+        assert_as_eager(model, leaf(2, 3, 4), compiler=compiler)
+
+    def test_a_tensor_subclass(self):
+        def model(function):
+            torch.manual_seed(1)
+            model = function(Lambda(lambda m, x: m.b(m.a(x).relu())))
+            getattr(model, "_orig_mod", model).b.weight = nn.Parameter(TwoTensor(torch.randn(4, 4), torch.randn(4, 4)))
+            return model
+
+        def gradients(model):
+            each = [p.grad for p in model.parameters() if p.grad is not None]
+            return [inner for g in each for inner in ((g.a, g.b) if isinstance(g, TwoTensor) else (g,))]
+
+        x = torch.randn(3, 4)
+        for step in (backward_of_sum, deferred(backward_of_sum)):
+            ours, eager = model(compiled), model(lambda m: m)
+            step(ours, x)
+            backward_of_sum(eager, x)
+            assert len(gradients(eager)) == 8
+            assert all(map(equal, gradients(ours), gradients(eager)))
+
+    def test_an_operator_that_torch_keeps_in_order(self, capfd):
+        assert_as_eager(Lambda(lambda m, x: (torch._print("hello"), m.a(x))[1]), leaf(3, 4))
+        assert capfd.readouterr().out.split() == ["hello"] * 3
+
     def test_autocast_around_the_call(self):
         def step(call, x):
             with torch.autocast("cpu", torch.bfloat16):
@@ -476,6 +511,19 @@ class TestDynamicSizes:
 
         model = Lambda(lambda m, x: m.a(x) * (2 if x.shape[0] > 4 else 3))
         assert_as_eager(model, *(leaf(n, 4) for n in (3, 5, 2, 7)), step=step, dynamic=True)
+
+    @pytest.mark.parametrize(("settings", "count"), [({"dynamic": False}, 1), ({"dynamic": True}, 4)], ids=["fixed", "dynamic"])
+    def test_symbolic_sizes_are_compiled_while_they_can_be_guarded(self, settings, count):
+        graphs = []
+
+        def compiler(graph, examples):
+            graphs.append(graph)
+            return graph
+
+        output = compiled(mlp(), compiler, **settings)(leaf(3, 4))
+        assert len(graphs) == count
+        output.sum().backward()
+        assert len(graphs) == max(count, 2)
 
 
 class TestComposed:

@@ -20,7 +20,7 @@ from torch.autograd.graph import Node
 from .deferral import Deferral, WeightGradients, arrivals, leaf_of, new_anchor, note_arrivals, running_node
 from .emit import Compiler, Emitter, emitter
 from .errors import InputError
-from .passes.aot import BASES, GradAOTOutput, ParamAOTInput, PlainAOTInput, TangentAOTInput, gradients
+from .passes.aot import BASES, SAVED, TOKENS, GradAOTOutput, ParamAOTInput, PlainAOTInput, TangentAOTInput, gradients
 from .passes.graph import (
     ancestors,
     build_graph,
@@ -28,6 +28,7 @@ from .passes.graph import (
     is_symbolic,
     module_fqn,
     operations,
+    output_descriptors,
     output_node,
     outputs,
     placeholders,
@@ -59,7 +60,9 @@ class CompiledGraph:
 
     function: takes the graph's inputs and returns its outputs, differentiable by autograd. AOTAutograd may hand them on in another
     way: inputs that share storage as their common base. Its node in autograd's graph has a slot for each tensor that it hands on.
-    parameters: the slots of parameters, with their names. names: of the graph's inputs, the anchor first.
+    parameters: the slots of parameters, with their names; none if the backward is not split: where a slot stands for several
+    tensors (a tensor subclass), or the backward has effects. positions: of what each slot stands for, among the gradients that the
+    backward returns. returns: descriptors of the node's outputs. names: of the graph's inputs, the anchor first.
     """
 
     def __init__(self, module: fx.GraphModule, example_inputs: Sequence[Any], emit: Emitter) -> None:
@@ -73,26 +76,24 @@ class CompiledGraph:
         self.parameters: dict[int, str] = {}
         self.positions: list[int] = []
         self.returns: list[Any] = []
+        self._splits = False
         takes = [self._anchor, *example_inputs]
         self._trainable = {
             position for position, each in enumerate(takes) if isinstance(each, torch.nn.Parameter) and each.requires_grad
         }
-        compiled = aot_autograd(
+        self._compiled = aot_autograd(
             fw_compiler=self._compile_forward,
             bw_compiler=self._compile_backward,
-            partition_fn=_partition,
+            partition_fn=self._partition,
             decompositions=dict(emit.decompositions),
         )(_with_anchor(module), takes)
-        self._compiled = compiled
         self.function = _disable(self._call)
 
     def _call(self, *args: Any) -> Any:
         results = self._compiled(self._anchor, *args)
-        for result in results:
-            node = self._node_behind(result) if isinstance(result, torch.Tensor) else None
+        for node in {self._node_behind(each) for each in results if isinstance(each, torch.Tensor)}:
             if node is not None:
                 node.register_prehook(note_arrivals)
-                break
         return results
 
     def _node_behind(self, result: torch.Tensor) -> Node | None:
@@ -102,20 +103,31 @@ class CompiledGraph:
             node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
         return node
 
+    def _partition(self, joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **options)
+        refuse_draws(backward)
+        copy_overwritten(forward, backward, options["num_fwd_outputs"])
+        takes = [node.meta.get("desc") for node in placeholders(forward.graph)]
+        handed_on = [each for each in takes if not isinstance(each, TOKENS)]
+        self._splits = len(outputs(backward.graph)) == len(handed_on) and all(
+            isinstance(each, (PlainAOTInput, *BASES)) for each in handed_on
+        )
+        return forward, backward
+
     def _compile_forward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         _keep_backward_repeatable()
-        handed_on = placeholders(module.graph)
-        self.returns = output_node(module.graph).meta.get("desc", [])
+        handed_on = [node for node in placeholders(module.graph) if not isinstance(node.meta.get("desc"), TOKENS)]
+        self.returns = [each for each in output_descriptors(module.graph) if not isinstance(each, (*TOKENS, *SAVED))]
         self.positions = [i for i, node in enumerate(handed_on) if isinstance(node.meta["val"], torch.Tensor)]
-        # A tensor subclass is handed on as one tensor, but reaches this graph as several.
-        one_to_one = all(isinstance(node.meta.get("desc"), (PlainAOTInput, *BASES)) for node in handed_on)
         for slot, position in enumerate(self.positions):
             of = handed_on[position].meta.get("desc")
-            if one_to_one and isinstance(of, PlainAOTInput) and of.idx in self._trainable:
+            if self._splits and isinstance(of, PlainAOTInput) and of.idx in self._trainable:
                 self.parameters[slot] = self.names[of.idx]
         return _boxed(self._emitter.emit(module, f"{self.label}, forward"))
 
     def _compile_backward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if not self._splits:
+            return _boxed(self._emitter.emit(module, f"{self.label}, backward"))
         for node, example in zip(placeholders(module.graph), example_inputs, strict=True):
             node.meta["val"] = example  # with the strides that the compiled forward really gives
         return _boxed(_Backward(self, module, self._emitter))
@@ -146,8 +158,7 @@ class _Backward:
         values = dict(zip(self._takes, args, strict=True))
         node = running_node()
         deferral = self._graph.deferred.get(node)
-        arrived = arrivals(node)
-        missing = {slot for slot, needs in self._needs.items() if arrived is not None and needs and not needs & arrived}
+        missing = self._missing(arrivals(node))
         if deferral is None or not deferral.parameters or (deferral.kept and self._symbolic):
             whole = self._compiled_whole()
             gradients = dict(zip(map(_slot, whole.gradients_of), whole(whole.pick(values)), strict=True))
@@ -183,7 +194,14 @@ class _Backward:
         of these arrives; AOTAutograd puts zeros for them.
         """
         of = [node.meta.get("desc") for node in ancestors([gradient])]
-        return frozenset(self._graph.returns.index(desc.output) for desc in of if isinstance(desc, TangentAOTInput))
+        tangents = [desc.output for desc in of if isinstance(desc, TangentAOTInput)]
+        return frozenset(self._graph.returns.index(output) for output in tangents if output in self._graph.returns)
+
+    def _missing(self, arrived: Sequence[bool] | None) -> set[int]:
+        """The slots that get no gradient, as far as it is known which of the forward's outputs got one."""
+        if arrived is None or len(arrived) != len(self._graph.returns):
+            return set()
+        return {slot for slot, needs in self._needs.items() if needs and not any(arrived[i] for i in needs)}
 
     def _put_off(
         self,
@@ -285,13 +303,6 @@ def _of_slots(module: fx.GraphModule, slots: Iterable[int], parameters: Collecti
 
 def _slot(of: Any) -> int:
     return int(of.target) if isinstance(of, ParamAOTInput) else int(of.idx)
-
-
-def _partition(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **options)
-    refuse_draws(backward)
-    copy_overwritten(forward, backward, options["num_fwd_outputs"])
-    return forward, backward
 
 
 def _with_anchor(module: fx.GraphModule) -> fx.GraphModule:

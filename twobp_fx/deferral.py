@@ -249,10 +249,10 @@ def note_arrivals(gradients: Sequence[torch.Tensor | None]) -> None:
     """A prehook of a node: notes which of its outputs get a gradient, before the missing ones are made zeros."""
     node = running_node()
     if node is not None:
-        _metadata(node)[_ARRIVALS] = frozenset(i for i, gradient in enumerate(gradients) if gradient is not None)
+        _metadata(node)[_ARRIVALS] = [gradient is not None for gradient in gradients]
 
 
-def arrivals(node: Node | None) -> frozenset[int] | None:
+def arrivals(node: Node | None) -> Sequence[bool] | None:
     """What `note_arrivals` noted for this run of the node; None if nothing."""
     return None if node is None else _metadata(node).pop(_ARRIVALS, None)
 
