@@ -18,8 +18,6 @@ from torch._functorch._aot_autograd.descriptors import (
     ParamAOTInput,
     PlainAOTInput,
     PlainAOTOutput,
-    SavedForBackwardsAOTOutput,
-    SavedForBackwardsNoVcCheckAOTOutput,
     SyntheticBaseAOTInput,
     TangentAOTInput,
     ViewBaseAOTInput,
@@ -29,7 +27,6 @@ from .graph import output_descriptors, output_node, outputs
 
 __all__ = [
     "BASES",
-    "SAVED",
     "TOKENS",
     "BufferAOTInput",
     "GradAOTOutput",
@@ -47,9 +44,6 @@ BASES = (SyntheticBaseAOTInput, ViewBaseAOTInput)
 
 TOKENS = (ForwardTokenAOTInput, ForwardTokenAOTOutput)
 """Descriptors of the tokens that keep effects in order. Autograd does not see them."""
-
-SAVED = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput)
-"""Descriptors of what the forward returns for the backward alone."""
 
 
 def forward_output_count(joint: fx.Graph) -> int:

@@ -61,8 +61,8 @@ def partition_joint(joint: fx.GraphModule) -> ForwardBackward:
     forward, backward = min_cut_partition(joint)
     refuse_draws(backward)
     _drop_missing_gradients(backward)
-    copy_overwritten(forward, backward, returned)
-    return _own_what_it_saves(forward, backward, returned, descriptors[:returned])
+    copy_overwritten(forward, backward, descriptors[:returned])
+    return _own_what_it_saves(forward, backward, descriptors[:returned])
 
 
 def refuse_draws(backward: fx.GraphModule) -> None:
@@ -107,14 +107,14 @@ def _drop_missing_gradients(backward: fx.GraphModule) -> None:
     backward.recompile()
 
 
-def copy_overwritten(forward: fx.GraphModule, backward: fx.GraphModule, returned: int) -> None:
+def copy_overwritten(forward: fx.GraphModule, backward: fx.GraphModule, descriptors: Sequence[Any]) -> None:
     """Let F save a copy of every input that its caller overwrites afterwards; changes both graphs.
 
-    `returned`: how many of F's outputs, the first ones, are no saved values. Inputs are told by F's descriptors. What F computes
-    from such an input, views of it too, it computes from the copy; B takes the copy under the copy's name.
+    `descriptors`: of F's first outputs, those that are no saved values. What F computes from such an input, views of it too, it
+    computes from the copy; B takes the copy under the copy's name.
     """
-    overwritten = {d.mutated_input for d in output_descriptors(forward.graph) if isinstance(d, InputMutationAOTOutput)}
-    saved = {node for node in outputs(forward.graph)[returned:] if isinstance(node, fx.Node)}
+    overwritten = {d.mutated_input for d in descriptors if isinstance(d, InputMutationAOTOutput)}
+    saved = {node for node in outputs(forward.graph)[len(descriptors) :] if isinstance(node, fx.Node)}
     inputs = placeholders(forward.graph)
     owners = storage_owners(forward.graph)
     taken = {node.name: node for node in placeholders(backward.graph)}
@@ -142,12 +142,10 @@ def _unused_name(name: str, *graphs: fx.Graph) -> str:
     return name
 
 
-def _own_what_it_saves(
-    forward: fx.GraphModule, backward: fx.GraphModule, returned: int, descriptors: Sequence[Any]
-) -> ForwardBackward:
+def _own_what_it_saves(forward: fx.GraphModule, backward: fx.GraphModule, descriptors: Sequence[Any]) -> ForwardBackward:
     """Drop from F's outputs the saved values that are F's own inputs."""
     taken = {node.name for node in placeholders(backward.graph)}
-    results = outputs(forward.graph)
+    results, returned = outputs(forward.graph), len(descriptors)
     saved = list(dict.fromkeys(node for node in results[returned:] if isinstance(node, fx.Node) and node.name in taken))
     computed = [node for node in saved if node.op != "placeholder"]
     out = output_node(forward.graph)

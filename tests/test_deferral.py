@@ -337,6 +337,21 @@ class TestContext:
         assert len(pending) == 0
         assert_same(grads(model), expected_grads(model, x))
 
+    def test_what_somebody_else_put_in_place_of_backward_stays(self, monkeypatch):
+        calls = []
+        original = torch.autograd.backward
+
+        def theirs(*args, **kwargs):
+            calls.append(kwargs.get("inputs"))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(torch.autograd, "backward", theirs)
+        model, x = mlp(), leaf(3, 4)
+        with twobp_fx.defer_weight_grads():
+            model(x).sum().backward(inputs=[x])
+        assert torch.autograd.backward is theirs
+        assert len(calls) == 1
+
     def test_the_innermost_context_gets_it(self):
         model, x = mlp(), leaf(3, 4)
         call = compiled(model)
@@ -422,6 +437,38 @@ class TestContext:
         assert counts == {0: (1, True), 1: (1, True), 2: (0, False)}
         for each in models:
             assert_same(grads(each), expected)
+
+    def test_threads_that_share_a_compiled_module(self):
+        model, xs = mlp(), [torch.randn(3, 4) for _ in range(4)]
+        for x in xs:
+            backward_of_sum(model, x)
+        expected = grads(model)
+        model.zero_grad()
+        call = compiled(model)
+        call(xs[0])
+        queues, failures = [], []
+        barrier = threading.Barrier(len(xs), timeout=60)
+
+        def work(x):
+            try:
+                loss = call(x).abs().pow(2).sum()
+                barrier.wait()
+                with twobp_fx.defer_weight_grads() as pending:
+                    loss.backward()
+                queues.append(pending)
+            except BaseException as error:
+                failures.append(error)
+                barrier.abort()
+
+        threads = [threading.Thread(target=work, args=(x,)) for x in xs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert failures == []
+        assert all(p.grad is None for p in model.parameters())
+        assert [pending.run() for pending in queues] == [1] * len(xs)
+        torch.testing.assert_close(grads(model), expected)
 
     def test_w_in_another_thread(self):
         model, x = mlp(), leaf(3, 4)
@@ -606,6 +653,22 @@ class TestCheckpoints:
     def test_inside_of_a_compiled_module(self):
         assert_as_eager(Lambda(lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=False))), leaf(3, 4))
 
+    def test_dropout_inside_of_one_is_drawn_again_as_it_was(self):
+        def forward(m, x):
+            return m.b(checkpoint(lambda y: F.dropout(m.a(y).sin(), 0.5).sin(), x, use_reentrant=False))
+
+        def step(call, *args):
+            for loss in [call(x).sum() for x in args]:
+                loss.backward()
+
+        assert_as_eager(Lambda(forward), leaf(3, 4), leaf(3, 4), step=step)
+
+    def test_a_compiled_module_inside_and_outside_of_a_reentrant_one(self):
+        def step(call, x):
+            checkpoint(call, call(x), use_reentrant=True).pow(2).sum().backward()
+
+        assert_as_eager(mlp(), leaf(3, 4), step=step, tolerance=1e-5)
+
     def test_the_table_tells_of_a_reentrant_one(self):
         model, x = mlp(), leaf(3, 4)
         with twobp_fx.defer_weight_grads() as pending:
@@ -643,7 +706,16 @@ class TestChanged:
         model, x = mlp(), torch.randn(3, 4)
         pending = put_off(model, x)
         x.zero_()
-        with pytest.raises(InputError, match="was changed in place"):
+        with pytest.raises(InputError, match=r"cannot be computed any more: args\[0\] was changed in place"):
+            pending.run()
+        pending.drop()
+
+    def test_w_after_the_gradient_it_was_given_was_changed(self):
+        output, gradient = compiled(mlp())(leaf(3, 4)), torch.ones(3, 4)
+        with twobp_fx.defer_weight_grads() as pending:
+            output.backward(gradient)
+        gradient.zero_()
+        with pytest.raises(InputError, match="the gradient of output 0 was changed in place"):
             pending.run()
         pending.drop()
 

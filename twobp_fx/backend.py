@@ -20,7 +20,7 @@ from torch.autograd.graph import Node
 from .deferral import Deferral, WeightGradients, arrivals, leaf_of, new_anchor, note_arrivals, running_node
 from .emit import Compiler, Emitter, emitter
 from .errors import InputError
-from .passes.aot import BASES, SAVED, TOKENS, GradAOTOutput, ParamAOTInput, PlainAOTInput, TangentAOTInput, gradients
+from .passes.aot import BASES, TOKENS, GradAOTOutput, ParamAOTInput, PlainAOTInput, TangentAOTInput, gradients
 from .passes.graph import (
     ancestors,
     build_graph,
@@ -104,9 +104,11 @@ class CompiledGraph:
         return node
 
     def _partition(self, joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        descriptors = output_descriptors(joint.graph)[: options["num_fwd_outputs"]]
+        self.returns = [each for each in descriptors if not isinstance(each, TOKENS)]
         forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **options)
         refuse_draws(backward)
-        copy_overwritten(forward, backward, options["num_fwd_outputs"])
+        copy_overwritten(forward, backward, descriptors)
         takes = [node.meta.get("desc") for node in placeholders(forward.graph)]
         handed_on = [each for each in takes if not isinstance(each, TOKENS)]
         self._splits = len(outputs(backward.graph)) == len(handed_on) and all(
@@ -117,7 +119,6 @@ class CompiledGraph:
     def _compile_forward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         _keep_backward_repeatable()
         handed_on = [node for node in placeholders(module.graph) if not isinstance(node.meta.get("desc"), TOKENS)]
-        self.returns = [each for each in output_descriptors(module.graph) if not isinstance(each, (*TOKENS, *SAVED))]
         self.positions = [i for i, node in enumerate(handed_on) if isinstance(node.meta["val"], torch.Tensor)]
         for slot, position in enumerate(self.positions):
             of = handed_on[position].meta.get("desc")
@@ -231,11 +232,14 @@ class _Backward:
 
     def _described(self, part: _Part) -> list[str]:
         """What a graph takes, for people: inputs by their own names."""
-        found = []
-        for node in part.takes:
+
+        def described(node: fx.Node) -> str:
             of = node.meta.get("desc")
-            found.append(self._graph.names[of.idx] if isinstance(of, PlainAOTInput) else describe(node))
-        return found
+            if isinstance(of, TangentAOTInput) and of.output in self._graph.returns:
+                return f"the gradient of output {self._graph.returns.index(of.output)}"
+            return self._graph.names[of.idx] if isinstance(of, PlainAOTInput) else describe(node)
+
+        return [described(node) for node in part.takes]
 
     def _compiled_whole(self) -> _Part:
         with self._lock:
@@ -361,6 +365,7 @@ def _names(nodes: Sequence[fx.Node]) -> list[str]:
     """
     sources = [argument.source.name if (argument := node.meta.get("grapharg")) is not None else "" for node in nodes]
     parts = [re.findall(r"_(?:modules|parameters|buffers)\['([^']+)'\]", source) for source in sources]
-    names = [".".join(part) or node.name for part, node in zip(parts, nodes, strict=True)]
+    locals_ = [re.sub(r"^L\['(\w+)'\]", r"\1", source) for source in sources]
+    names = [".".join(part) or local or node.name for part, local, node in zip(parts, locals_, nodes, strict=True)]
     often = collections.Counter(names)
     return [source if often[name] > 1 else name for name, source in zip(names, sources, strict=True)]

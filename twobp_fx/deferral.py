@@ -343,6 +343,7 @@ class _Local(threading.local):
 
 _local = _Local()
 _users = 0
+_replaced = _engine
 _lock = threading.Lock()
 
 
@@ -356,17 +357,18 @@ def _intercepting() -> Iterator[None]:
 
     Torch has no hook for the start of a backward.
     """
-    global _users
+    global _users, _replaced
     with _lock:
+        if not _users:
+            _replaced, torch.autograd.backward = torch.autograd.backward, _backward
         _users += 1
-        torch.autograd.backward = _backward
     try:
         yield
     finally:
         with _lock:
             _users -= 1
             if not _users:
-                torch.autograd.backward = _engine
+                torch.autograd.backward = _replaced
 
 
 @functools.wraps(_engine)
@@ -375,5 +377,5 @@ def _backward(*args: Any, **kwargs: Any) -> None:
     given.apply_defaults()
     asked = given.arguments
     if not _stack() or asked["inputs"] is not None or asked["create_graph"] or asked["grad_variables"] is not None:
-        return _engine(*args, **kwargs)
+        return _replaced(*args, **kwargs)
     return _stack()[-1].backward(asked["tensors"], asked["grad_tensors"], asked["retain_graph"])
