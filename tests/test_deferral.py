@@ -625,6 +625,19 @@ class TestKept:
 
         assert_as_eager(Lambda(lambda m, x, w: F.linear(m.a(x), w)), leaf(3, 4), leaf(4, 4), step=step)
 
+    def test_a_sparse_gradient(self):
+        def gradients(compile_it):
+            torch.manual_seed(1)
+            first, second = (nn.Embedding(11, 4, sparse=True) for _ in range(2))
+            second.weight = first.weight
+            model, ids = nn.Sequential(first, nn.Linear(4, 4)), torch.randint(11, (2, 3))
+            call = compiled(model) if compile_it else model
+            deferred(lambda: (call(ids).sum() + second(ids).sum()).backward())()
+            deferred(lambda: call(ids).sum().backward())()
+            return {name: p.grad.to_dense() for name, p in model.named_parameters()}
+
+        assert_same(gradients(True), gradients(False))
+
     def test_dynamic_sizes_and_a_shared_parameter(self):
         def step(call, *args):
             for x in args:

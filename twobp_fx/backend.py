@@ -17,7 +17,7 @@ from functorch.compile import min_cut_rematerialization_partition  # type: ignor
 from torch import fx
 from torch.autograd.graph import Node
 
-from .deferral import Deferral, WeightGradients, arrivals, leaf_of, new_anchor, note_arrivals, running_node
+from .deferral import Deferral, WeightGradients, arrivals, leaf_of, new_anchor, note_arrivals, running_node, storages
 from .emit import Compiler, Emitter, emitter
 from .errors import InputError
 from .passes.aot import BASES, TOKENS, GradAOTOutput, ParamAOTInput, PlainAOTInput, TangentAOTInput, gradients
@@ -32,7 +32,6 @@ from .passes.graph import (
     output_node,
     outputs,
     placeholders,
-    storage_key,
 )
 from .passes.partition_joint import copy_overwritten, refuse_draws
 from .passes.split_backward import split_backward
@@ -185,9 +184,10 @@ class _Backward:
 
     def _own_leaves_gradients(self, gradients: dict[int, torch.Tensor], held: Sequence[tuple[str, Any]], node: Node | None) -> None:
         """Copy an input's gradient that would be its `.grad`, to be added to in place, while W reads the same storage."""
-        read = {storage_key(value) for _, value in held if isinstance(value, torch.Tensor)}
+        read = storages(value for _, value in held)
         for slot, gradient in gradients.items():
-            if storage_key(gradient) in read and node is not None and leaf_of(node.next_functions[slot][0]) is not None:
+            shared = storages([gradient]).keys() & read.keys()
+            if shared and node is not None and leaf_of(node.next_functions[slot][0]) is not None:
                 gradients[slot] = gradient.clone()
 
     def _tangents(self, gradient: fx.Node) -> frozenset[int]:

@@ -12,7 +12,7 @@ import inspect
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -72,10 +72,8 @@ class WeightGradients:
         self._held = [value for _, value in held] if parameters else []
         self._versions = [(name, _version(value)) for name, value in held]
         self._compute = compute
-        own = {storage_key(leaf) for leaf in parameters.values()}
-        tensors = [each for each in self._held if isinstance(each, torch.Tensor)]
-        storages = {storage_key(each): each.untyped_storage().nbytes() for each in tensors}
-        self.nbytes = sum(size for key, size in storages.items() if key not in own)
+        own = storages(parameters.values())
+        self.nbytes = sum(size for key, size in storages(self._held).items() if key not in own)
 
     def run(self) -> None:
         """Compute the gradients and accumulate them into `.grad`; every hook of a parameter fires once.
@@ -330,6 +328,12 @@ class _Reached:
                     parameters[slot] = leaf
             found[node, graph] = Deferral(pending, kept, parameters)
         return found
+
+
+def storages(values: Iterable[Any]) -> dict[object, int]:
+    """The sizes in bytes of the storages behind values; what is no tensor, or a sparse one, has none."""
+    strided = [each for each in values if isinstance(each, torch.Tensor) and each.layout == torch.strided]
+    return {storage_key(each): each.untyped_storage().nbytes() for each in strided}
 
 
 def _version(value: Any) -> int | None:
