@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd.graph import get_gradient_edge
 from torch.testing._internal.two_tensor import TwoTensor
 
 import twobp_fx
@@ -116,8 +117,47 @@ MODELS = {
     "detached in the middle": (lambda: Lambda(lambda m, x: m.b(m.a(x).detach() + x)), lambda: (leaf(3, 4),)),
     "a no_grad region": (lambda: Lambda(lambda m, x: m.b(x) * no_grad(m.a, x)), lambda: (leaf(3, 4),)),
     "batch norm by hand": (lambda: Lambda(lambda m, x: moving_average(m, x)), lambda: (leaf(3, 4),)),
+    "a weight clamped in the forward": (
+        lambda: Lambda(lambda m, x: (no_grad(m.a.weight.clamp_, -0.1, 0.1), m.a(x))[1]),
+        lambda: (leaf(3, 4),),
+    ),
+    "a function with its own backward": (
+        lambda: Lambda(lambda m, x: Product.apply(m.a(x), m.scale.expand(3, 4))),
+        lambda: (leaf(3, 4),),
+    ),
+    "a branch on a value": (
+        lambda: Lambda(lambda m, x: torch.cond(x.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (m.a(x),))),
+        lambda: (leaf(3, 4),),
+    ),
+    "a size that depends on values": (lambda: Lambda(lambda m, x: m.a(x)[x.sum(-1) > 0]), lambda: (leaf(3, 4),)),
+    "channels last": (
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3)).to(memory_format=torch.channels_last),
+        lambda: (leaf(2, 2, 8, 8),),
+    ),
     "a graph break": (lambda: Lambda(lambda m, x: m.b(broken_off(m.a(x)))), lambda: (leaf(3, 4),)),
 }
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, y = ctx.saved_tensors
+        return gradient * y, gradient * x
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
 
 
 def no_grad(function, *args):
@@ -246,6 +286,52 @@ class TestBackward:
             first.sum().backward()
 
         assert_as_eager(Lambda(lambda m, x: (m.a(x), m.b(x))), leaf(3, 4), step=step)
+
+    def test_an_unused_output_of_a_module_before_another(self):
+        def step(call, x):
+            first, _ = call(x)
+            call(first)[1].sum().backward()
+
+        assert_as_eager(Lambda(lambda m, x: (m.a(x), m.b(x))), leaf(3, 4), step=step)
+
+    def test_no_gradient_arrives_at_all(self):
+        assert_as_eager(mlp(), leaf(3, 4), step=lambda call, x: (NoGradient.apply(call(x)).sum() + x.sum()).backward())
+
+    @pytest.mark.parametrize("tangent", [lambda: torch.randn(4, 3).t(), lambda: torch.randn(1).expand(3, 4)], ids=["t", "expanded"])
+    def test_a_given_gradient_of_another_layout(self, tangent):
+        assert_as_eager(mlp(), leaf(3, 4), step=lambda call, x: call(x).backward(tangent()))
+
+    def test_saved_tensors_on_their_way_through_hooks(self):
+        def step(call, x):
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+                output = call(x)
+            output.pow(2).sum().backward()
+
+        assert_as_eager(mlp(), leaf(3, 4), step=step)
+
+    def test_edges_of_the_graph_as_roots(self):
+        def step(call, x):
+            output = call(x)
+            torch.autograd.backward([get_gradient_edge(output), output.sum()], [torch.ones(3, 4), None])
+
+        assert_as_eager(mlp(), leaf(3, 4), step=step)
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            lambda call, x: call(x).backward(),
+            lambda call, x: torch.autograd.backward([call(x)], [torch.ones(3)]),
+            lambda call, x: torch.ones(1).backward(),
+        ],
+        ids=["no scalar", "another shape", "no graph"],
+    )
+    def test_what_autograd_refuses_it_refuses_in_the_same_words(self, wrong):
+        def step(call, x):
+            with pytest.raises(RuntimeError) as caught:
+                wrong(call, x)
+            return str(caught.value)
+
+        assert_as_eager(mlp(), leaf(3, 4), step=step)
 
     @pytest.mark.parametrize("compiler", ["eager", "inductor"])
     def test_frozen_parameters_get_no_gradient(self, compiler):
