@@ -25,7 +25,7 @@ def fresh_dynamo() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.jit.*", category=DeprecationWarning)  # Inductor's own imports
         warnings.filterwarnings("ignore", message=".*grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
-        warnings.filterwarnings("ignore", message=".*Function'> should not be instantiated", category=DeprecationWarning)  # by Dynamo
+        warnings.filterwarnings("ignore", message=".*Function'> should not be instantiated")  # by Dynamo
         yield
 
 
