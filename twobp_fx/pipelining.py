@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed.pipelining as torch_pipelining
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .backend import twobp
@@ -42,7 +44,20 @@ class PipelineStage(torch_pipelining.PipelineStage):
         super().__init__(submodule, stage_index, num_stages, device, *args, **kwargs)
         inner = submodule.module if isinstance(submodule, DistributedDataParallel) else submodule
         if not _is_compiled(inner):
-            _compile_in_place(inner, compiler)
+            _compile_in_place(inner, compiler, f"stage_{stage_index}")
+
+    def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
+        """Torch runs the stage once on made-up values, to learn what it returns; this shall not show in its buffers."""
+        with _buffers_kept(module):
+            return super()._compute_outputs(*args, module=module, **kwargs)
+
+    def _compute_input_grads(
+        self, outputs: list[torch.Tensor], all_fwd_inputs: list[torch.Tensor], grad_outputs: Any = None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Torch asks for gradients at made-up values, to learn their layout. It is the input's own, which None stands for."""
+        if any(isinstance(each, DTensor) for each in all_fwd_inputs):
+            return super()._compute_input_grads(outputs, all_fwd_inputs, grad_outputs)
+        return (None,) * len(all_fwd_inputs)
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
         """Run B ("full"), I ("input") or W ("weight") of one micro-batch, as the schedule asks."""
@@ -76,18 +91,39 @@ class PipelineStage(torch_pipelining.PipelineStage):
                 torch.autograd.backward(early, [torch.zeros_like(parameter) for parameter in early])
 
 
-def _compile_in_place(module: nn.Module, compiler: Compiler) -> None:
+def _compile_in_place(module: nn.Module, compiler: Compiler, name: str) -> None:
     """`Module.compile`, which leaves modules that torch itself defines (nn.Sequential, for one) uncompiled without a word."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
+    # A code object of its own: Dynamo gives up on one that it has compiled too often, whatever for.
+    call.__code__ = call.__code__.replace(co_name=name)
     # Micro-batches are all of one shape; torch tries the stage once on another, which shall not make all sizes symbolic.
     module._compiled_call_impl = torch.compile(call, backend=twobp, dynamic=False, options={"compiler": compiler})
 
 
 def _is_compiled(module: nn.Module) -> bool:
     return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+
+
+@contextlib.contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Buffers have afterwards the values, and are the objects, that they were before."""
+    before = [
+        (owner, name, buffer, buffer.clone())
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for owner, name, buffer, value in before:
+            owner._buffers[name] = buffer
+            if not torch.equal(buffer, value):
+                with torch.no_grad():
+                    buffer.copy_(value)
 
 
 def _tensors(tree: Any) -> Iterable[torch.Tensor]:
