@@ -1,0 +1,311 @@
+"""PipelineStage in every schedule of torch.distributed.pipelining: gradients are plain autograd's, over real process groups.
+
+The whole product of families, schedules, rank counts and compilers is `make matrix`; the sample touches each. With
+compiler="eager" gradients and buffers must equal plain training's bit by bit, at each of three optimizer steps.
+"""
+
+import functools
+import os
+import signal
+import time
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import twobp_fx
+from tests.pipe_helpers import WIDTH, batch, linear, mse
+from tests.pipelining_worker import (
+    CPU,
+    FAMILIES,
+    SCHEDULES,
+    Chain,
+    Failure,
+    Part,
+    Ranks,
+    Schedule,
+    engine,
+    matches_plain_training,
+    plain_training,
+    train,
+)
+from twobp_fx.errors import InputError
+
+ZERO_BUBBLE = Schedule(SCHEDULES["interleaved-zero-bubble"].engine, "one")
+COMPILERS = ("eager", "inductor")
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Groups of processes by size; the same ones for all tests."""
+    made = functools.cache(Ranks)
+    groups = [made(count) for count in (2, 4)]
+    yield made
+    for group in groups:
+        group.close()
+
+
+SAMPLE = [
+    ("llama", "gpipe", 2, "eager"),
+    ("bert", "interleaved-1f1b", 2, "eager"),
+    ("mamba", "looped-bfs", 2, "eager"),
+    ("resnet", "zbv", 2, "eager"),
+    ("gpt2", "interleaved-zero-bubble", 4, "eager"),
+    ("hf-llama", "1f1b", 4, "eager"),
+    ("llama", "dualpipe-v", 2, "inductor"),
+]
+
+
+@pytest.mark.parametrize(("family", "schedule", "count", "compiler"), SAMPLE)
+def test_training_matches_plain_autograd_sample(ranks, family, schedule, count, compiler):
+    ranks(count).run(matches_plain_training, family, schedule, compiler)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_matches_plain_autograd(ranks, family, schedule, count, compiler):
+    ranks(count).run(matches_plain_training, family, schedule, compiler)
+
+
+# Stages of all kinds, as the two in the middle of four.
+
+
+def view(shape):
+    return Part(lambda x: x.view(shape))
+
+
+def frozen(module):
+    return module.requires_grad_(False)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Chain(linear(), nn.Tanh(), linear())
+
+    def forward(self, x):
+        return x + checkpoint(self.inner, x, use_reentrant=False)
+
+
+class Counts(nn.Module):
+    """Assigns its buffer anew at every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return self.linear(x) * self.calls
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = linear(), linear()
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh())
+
+
+class Breaks(nn.Module):
+    """Two graphs of Dynamo's."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def forward(self, x):
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x.tanh())
+
+
+STAGES = {
+    "a view of the input": lambda: (view((WIDTH, -1)), view((-1, WIDTH))),
+    "the input itself": lambda: (Part(lambda x: x), nn.Identity()),
+    "a view beside a result": lambda: (
+        Part(lambda x, layer: (layer(x), x.view(-1)), linear()),
+        Join(lambda a, b: a + b.view_as(a)),
+    ),
+    "several tensors": lambda: (Part(lambda x, a, b: (a(x), b(x)), linear(), linear()), Join(lambda a, b: a * b)),
+    "a mask": lambda: (Part(lambda x, layer: (layer(x), x > 0), linear()), Join(lambda a, mask: a * mask)),
+    "indices": lambda: (Part(lambda x, layer: (layer(x), x.argsort()), linear()), Join(lambda a, index: a.gather(1, index % WIDTH))),
+    "a detached tensor": lambda: (Part(lambda x, layer: (layer(x), x.detach() * 2), linear()), Join(lambda a, b: a * b)),
+    "no parameters": lambda: (nn.Tanh(), nn.GELU()),
+    "frozen parameters": lambda: (Chain(frozen(linear()), nn.Tanh(), linear()), frozen(linear())),
+    "an unused parameter": lambda: (Part(lambda x, used, unused: used(x), linear(), linear()), linear()),
+    "a tied parameter": lambda: (Tied(), Tied()),
+    "batch norm": lambda: (Chain(linear(), nn.BatchNorm1d(WIDTH)), nn.BatchNorm1d(WIDTH, momentum=None)),
+    "a buffer assigned anew": lambda: (Counts(), linear()),
+    "a gradient of other strides": lambda: (Part(lambda x, weight: (weight(x.t())).t().contiguous(), nn.Linear(4, 4)), linear()),
+    "a graph break": lambda: (Breaks(), Breaks()),
+    "checkpointing": lambda: (Checkpointed(), Checkpointed()),
+    "torch's own container": lambda: (nn.Sequential(linear(), nn.ReLU(), linear()), nn.Sequential(linear())),
+}
+
+
+class Join(nn.Module):
+    """A layer over a function of several inputs."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.layer = linear()
+
+    def forward(self, *inputs):
+        return self.layer(self.function(*inputs))
+
+
+UNUSED = {
+    "an output": lambda: (Part(lambda x, a, b: (a(x), b(x)), linear(), linear()), Join(lambda a, b: a)),
+    "an output's gradient": lambda: (Part(lambda x, a, b: (a(x), b(x)), linear(), linear()), Join(lambda a, b: a * b.detach())),
+    "the only gradient": lambda: (linear(), Join(lambda x: x.detach())),
+}
+
+
+def trains_as_plainly(make, schedule, compiler, missing_is_zero=False):
+    torch.manual_seed(0)
+    chain = Chain(linear(), *make(), linear())
+    torch.manual_seed(0)
+    plain = Chain(linear(), *make(), linear())
+    x, target = batch(16)
+    expected = plain_training(plain, mse, x, target, microbatches=4)
+    if missing_is_zero:
+        like = dict(plain.named_parameters())
+        expected = [{n: torch.zeros_like(like[n]) if v is None else v for n, v in state.items()} for state in expected]
+    how = SCHEDULES[schedule]
+    runs = engine(how, list(chain.parts), 4, mse, compiler)
+    own = [chain.parts[i] for i in how.stages_of(dist.get_rank(), dist.get_world_size())]
+    train(runs, chain, own, x, target, expected, exact=compiler == "eager")
+
+
+def stage_trains_as_plainly(stage, schedule, compiler):
+    trains_as_plainly(STAGES[stage], schedule, compiler)
+
+
+def what_is_unused_gets_zeros(unused, schedule, compiler):
+    trains_as_plainly(UNUSED[unused], schedule, compiler, missing_is_zero=True)
+
+
+MIDDLE = ["interleaved-1f1b", "interleaved-zero-bubble", "zbv"]
+
+
+@pytest.mark.parametrize("schedule", MIDDLE)
+@pytest.mark.parametrize("stage", STAGES)
+def test_stage(ranks, stage, schedule):
+    ranks(2).run(stage_trains_as_plainly, stage, schedule, "eager")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("schedule", MIDDLE)
+@pytest.mark.parametrize("stage", STAGES)
+def test_stage_inductor(ranks, stage, schedule):
+    ranks(2).run(stage_trains_as_plainly, stage, schedule, "inductor")
+
+
+@pytest.mark.parametrize("schedule", MIDDLE)
+@pytest.mark.parametrize("unused", UNUSED)
+def test_what_the_next_stage_does_not_use(ranks, unused, schedule):
+    """Torch's engine sends a gradient of zeros where there is none."""
+    ranks(2).run(what_is_unused_gets_zeros, unused, schedule, "eager")
+
+
+# What runs, and how often.
+
+
+def counting(graphs, operators):
+    """A compiler: counts runs of graphs (F, B, I, W) and of operators. Of stages of two linear layers, with biases, and a tanh."""
+
+    def compiler(module, example_inputs):
+        names = Counter(str(node.target) for node in module.graph.nodes if node.op == "call_function")
+        if names["aten.addmm.default"]:
+            graph = "F"
+        elif not names["aten.tanh_backward.default"]:
+            graph = "W"
+        else:
+            graph = "B" if names["aten.mm.default"] > 2 else "I"
+
+        def run(*args):
+            graphs[graph] += 1
+            operators.update(names)
+            return module(*args)
+
+        return run
+
+    return compiler
+
+
+def counts_of_a_step(how, make, microbatches):
+    """Runs of graphs and operators in the second step: in the first, torch also looks at what the stages return."""
+    graphs, operators = Counter(), Counter()
+    ranks = dist.get_world_size()
+    stages = [make() for _ in range(how.count(ranks))]
+    runs = engine(how, stages, microbatches, mse, counting(graphs, operators))
+    x, target = batch(4 * microbatches)
+    runs.step(x, target=target)
+    graphs.clear()
+    operators.clear()
+    runs.step(x, target=target)
+    return dict(graphs), operators
+
+
+def hidden():
+    return Chain(linear(), nn.Tanh(), linear())
+
+
+def graphs_of_a_step(how, microbatches):
+    graphs, _ = counts_of_a_step(how, hidden, microbatches)
+    return graphs
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_each_half_runs_once_a_microbatch(ranks, count):
+    first, *others = ranks(count).run(graphs_of_a_step, ZERO_BUBBLE, 5)
+    assert first == {"F": 5, "B": 5}  # torch runs the first stage's whole backward at W
+    assert others == [{"F": 5, "I": 5, "W": 5}] * (count - 1)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_an_unsplit_backward_runs_whole(ranks, schedule):
+    assert ranks(2).run(graphs_of_a_step, SCHEDULES[schedule], 4) == [{"F": 4, "B": 4}] * 2
+
+
+def test_both_kinds_of_backward_in_one_schedule(ranks):
+    """ZBV runs I and W for some micro-batches, B for others."""
+    for graphs in ranks(2).run(graphs_of_a_step, SCHEDULES["zbv"], 4):
+        assert graphs["F"] == 8
+        assert graphs["I"] == graphs["W"] > 0
+        assert graphs["I"] + graphs["B"] == 8
+
+
+def operators_of_a_step(how, make, names):
+    _, operators = counts_of_a_step(how, make, 4)
+    return [operators[name] for name in names]
+
+
+class CheckpointedSine(nn.Module):
+    """A block that is recomputed. Its sine is saved by none, so that it runs in F, and where the block is recomputed."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Chain(linear(), Part(torch.sin), linear(), nn.Tanh())
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("how", [SCHEDULES["1f1b"], ZERO_BUBBLE], ids=["1f1b", "zero bubble"])
+def test_a_checkpointed_block_is_recomputed_once(ranks, how):
+    """Counted in the graphs that the compiler was given: once a micro-batch in F, once more in the backward."""
+    found = ranks(2).run(operators_of_a_step, how, CheckpointedSine, ["aten.sin.default", "aten.cos.default"])
+    assert found == [[8, 4]] * 2
