@@ -4,10 +4,10 @@ The whole product of families, schedules, rank counts and compilers is `make mat
 compiler="eager" gradients and buffers must equal plain training's bit by bit, at each of three optimizer steps.
 """
 
+import copy
 import functools
 import os
 import signal
-import time
 from collections import Counter
 
 import pytest
@@ -139,7 +139,10 @@ STAGES = {
     ),
     "several tensors": lambda: (Part(lambda x, a, b: (a(x), b(x)), linear(), linear()), Join(lambda a, b: a * b)),
     "a mask": lambda: (Part(lambda x, layer: (layer(x), x > 0), linear()), Join(lambda a, mask: a * mask)),
-    "indices": lambda: (Part(lambda x, layer: (layer(x), x.argsort()), linear()), Join(lambda a, index: a.gather(1, index % WIDTH))),
+    "indices": lambda: (
+        Part(lambda x, layer: (layer(x), x.argsort()), linear()),
+        Join(lambda a, index: a.gather(1, index % WIDTH)),
+    ),
     "a detached tensor": lambda: (Part(lambda x, layer: (layer(x), x.detach() * 2), linear()), Join(lambda a, b: a * b)),
     "no parameters": lambda: (nn.Tanh(), nn.GELU()),
     "frozen parameters": lambda: (Chain(frozen(linear()), nn.Tanh(), linear()), frozen(linear())),
@@ -259,8 +262,8 @@ def counts_of_a_step(how, make, microbatches):
     return dict(graphs), operators
 
 
-def hidden():
-    return Chain(linear(), nn.Tanh(), linear())
+def hidden(width=WIDTH):
+    return Chain(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
 
 
 def graphs_of_a_step(how, microbatches):
@@ -270,9 +273,9 @@ def graphs_of_a_step(how, microbatches):
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_each_half_runs_once_a_microbatch(ranks, count):
-    first, *others = ranks(count).run(graphs_of_a_step, ZERO_BUBBLE, 5)
-    assert first == {"F": 5, "B": 5}  # torch runs the first stage's whole backward at W
-    assert others == [{"F": 5, "I": 5, "W": 5}] * (count - 1)
+    first, *others = ranks(count).run(graphs_of_a_step, ZERO_BUBBLE, 8)
+    assert first == {"F": 8, "B": 8}  # torch runs the first stage's whole backward at W
+    assert others == [{"F": 8, "I": 8, "W": 8}] * (count - 1)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -281,11 +284,11 @@ def test_an_unsplit_backward_runs_whole(ranks, schedule):
 
 
 def test_both_kinds_of_backward_in_one_schedule(ranks):
-    """ZBV runs I and W for some micro-batches, B for others."""
-    for graphs in ranks(2).run(graphs_of_a_step, SCHEDULES["zbv"], 4):
-        assert graphs["F"] == 8
-        assert graphs["I"] == graphs["W"] > 0
-        assert graphs["I"] + graphs["B"] == 8
+    _, graphs = ranks(2).run(graphs_of_a_step, SCHEDULES["dualpipe-v"], 4)  # rank 1 has the two stages in the middle
+    assert graphs["F"] == 8
+    assert graphs["I"] == graphs["W"] > 0
+    assert graphs["B"] > 0
+    assert graphs["I"] + graphs["B"] == 8
 
 
 def operators_of_a_step(how, make, names):
@@ -309,3 +312,143 @@ def test_a_checkpointed_block_is_recomputed_once(ranks, how):
     """Counted in the graphs that the compiler was given: once a micro-batch in F, once more in the backward."""
     found = ranks(2).run(operators_of_a_step, how, CheckpointedSine, ["aten.sin.default", "aten.cos.default"])
     assert found == [[8, 4]] * 2
+
+
+def graphs_of_many_stages(count):
+    graphs = Counter()
+    stages = [hidden() for _ in range(2 * count)]
+    own = range(dist.get_rank(), len(stages), 2)
+    made = [twobp_fx.PipelineStage(stages[i], i, len(stages), CPU, compiler=counting(graphs, Counter())) for i in own]
+    runs = SCHEDULES["looped-bfs"].engine(made, 2, loss_fn=mse)
+    x, target = batch(4)
+    runs.step(x, target=target)
+    graphs.clear()
+    runs.step(x, target=target)
+    return graphs
+
+
+def test_more_stages_than_dynamo_would_recompile_one_function(ranks):
+    count = torch._dynamo.config.recompile_limit + 2
+    assert ranks(2).run(graphs_of_many_stages, count) == [{"F": 2 * count, "B": 2 * count}] * 2
+
+
+# Data parallel: two pipelines of two stages.
+
+
+@functools.cache
+def groups_of_four():
+    """This rank's pipeline (ranks 0 and 1, or 2 and 3), and its replicas (0 and 2, or 1 and 3)."""
+    pipelines = [dist.new_group(each) for each in ([0, 1], [2, 3])]
+    replicas = [dist.new_group(each) for each in ([0, 2], [1, 3])]
+    rank = dist.get_rank()
+    return pipelines[rank // 2], replicas[rank % 2]
+
+
+def replicas_train_as_one_process(how, width):
+    pipeline, replicas = groups_of_four()
+    microbatches = 4
+    x, target = torch.randn(2, 32, width)
+    torch.manual_seed(0)
+    expected = plain_training(Chain(hidden(width), hidden(width)), mse, x, target, 2 * microbatches)
+    torch.manual_seed(0)
+    model = Chain(hidden(width), hidden(width))
+    stage = dist.get_rank(pipeline)
+    own = model.parts[stage]
+    wrapped = DistributedDataParallel(own, process_group=replicas, bucket_cap_mb=1)
+    reduced, accumulated = Counter(), Counter()
+
+    def hook(_, bucket):
+        reduced.update(bucket.parameters())
+        return dist.all_reduce(bucket.buffer().div_(2), group=replicas, async_op=True).get_future().then(lambda f: f.value()[0])
+
+    wrapped.register_comm_hook(None, hook)
+    for parameter in own.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: accumulated.update([p]))
+    runs = engine(how, [wrapped] * 2, microbatches, mse, "eager", pipeline)
+    half = dist.get_rank(replicas)
+    train(runs, model, [own], x.chunk(2)[half], target.chunk(2)[half], expected, exact=False)
+    every = list(own.parameters())
+    return {"steps": len(expected), "reduced": [reduced[p] for p in every], "accumulated": [accumulated[p] for p in every]}
+
+
+@pytest.mark.parametrize("width", [WIDTH, 512], ids=["one bucket", "several buckets"])
+@pytest.mark.parametrize("how", [SCHEDULES["1f1b"], ZERO_BUBBLE], ids=["1f1b", "zero bubble"])
+def test_replicas_reduce_each_parameter_once_a_step(ranks, how, width):
+    for found in ranks(4).run(replicas_train_as_one_process, how, width):
+        assert found == {"steps": 3, "reduced": [3] * 4, "accumulated": [3 * 4] * 4}
+
+
+# Evaluation, and what goes wrong.
+
+
+def evaluates_between_steps(how):
+    torch.manual_seed(0)
+    model = Chain(*(Chain(linear(), nn.BatchNorm1d(WIDTH)) for _ in range(how.count(2))))
+    plain = copy.deepcopy(model)
+    x, target = batch(16)
+    runs = engine(how, list(model.parts), 4, mse, "eager")
+    runs.step(x, target=target)
+    for part in x.chunk(4):
+        plain(part)
+    found = runs.eval(x, target=target)
+    expected = torch.cat([plain(part) for part in x.chunk(4)])
+    assert found is None or torch.equal(found, expected)
+    runs.step(x, target=target)
+    return found is not None
+
+
+@pytest.mark.parametrize("how", [SCHEDULES["1f1b"], ZERO_BUBBLE], ids=["1f1b", "zero bubble"])
+def test_evaluation_between_steps(ranks, how):
+    assert ranks(2).run(evaluates_between_steps, how) == [False, True]
+
+
+def test_an_unknown_compiler_is_refused():
+    with pytest.raises(InputError, match="compiler='inductorr' is unknown"):
+        twobp_fx.PipelineStage(linear(), 0, 1, CPU, compiler="inductorr")
+
+
+def test_dw_builder_is_refused():
+    with pytest.raises(InputError, match="leave out dw_builder"):
+        twobp_fx.PipelineStage(linear(), 0, 1, CPU, dw_builder=lambda: lambda: None)
+
+
+def fails_in_the_middle(how, fail):
+    """The last rank's third loss of the second step does not come out."""
+    runs = engine(how, [linear() for _ in range(2)], 4, LossOf(fail, 4 + 3), "eager")
+    x, target = batch(16)
+    for _ in range(2):
+        runs.step(x, target=target)
+
+
+class LossOf:
+    def __init__(self, fail, at):
+        self.calls = 0
+        self.fail, self.at = fail, at
+
+    def __call__(self, output, target):
+        self.calls += 1
+        if self.calls == self.at:
+            self.fail()
+        return mse(output, target)
+
+
+def raises():
+    raise ZeroDivisionError("in the third loss")
+
+
+def is_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("how", [SCHEDULES["1f1b"], ZERO_BUBBLE], ids=["1f1b", "zero bubble"])
+@pytest.mark.parametrize(("fail", "text"), [(raises, "in the third loss"), (is_killed, "exit code -9")])
+def test_others_get_an_error_when_a_rank_fails(how, fail, text):
+    group = Ranks(2, timeout=5)
+    first, last = group.outcomes(fails_in_the_middle, how, fail, limit=60)
+    assert isinstance(first, Failure)
+    assert "still busy" not in first.text
+    assert "exit code" not in first.text
+    assert isinstance(last, Failure)
+    assert text in last.text
+    assert group.run(dist.get_rank) == [0, 1]  # in new processes
+    group.close()

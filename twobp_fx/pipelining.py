@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .backend import twobp
 from .deferral import PendingWeightGradients, defer_weight_grads
-from .emit import Compiler
+from .emit import Compiler, emitter
 from .errors import InputError
 
 
@@ -41,15 +41,18 @@ class PipelineStage(torch_pipelining.PipelineStage):
     ) -> None:
         if kwargs.get("dw_builder") is not None:
             raise InputError("twobp_fx.PipelineStage splits the backward itself: leave out dw_builder.")
+        emitter(compiler)  # which knows whether there is such a one
         super().__init__(submodule, stage_index, num_stages, device, *args, **kwargs)
         inner = submodule.module if isinstance(submodule, DistributedDataParallel) else submodule
         if not _is_compiled(inner):
             _compile_in_place(inner, compiler, f"stage_{stage_index}")
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
-        """Torch runs the stage once on made-up values, to learn what it returns; this shall not show in its buffers."""
+        """Torch runs the stage once on made-up values, to learn what it returns. That shall show neither in its buffers nor in
+        DDP, which would reduce the gradients of the first micro-batch.
+        """
         with _buffers_kept(module):
-            return super()._compute_outputs(*args, module=module, **kwargs)
+            return self.forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _compute_input_grads(
         self, outputs: list[torch.Tensor], all_fwd_inputs: list[torch.Tensor], grad_outputs: Any = None
