@@ -122,6 +122,7 @@ def _serve(rank: int, count: int, store: str, timeout: float, connection: Connec
     """The life of one process."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # not: run on, uncompiled
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # a whole schedule for each error
     limit = datetime.timedelta(seconds=timeout)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=limit)

@@ -344,38 +344,146 @@ def groups_of_four():
     return pipelines[rank // 2], replicas[rank % 2]
 
 
-def replicas_train_as_one_process(how, width):
+class TiedOverGraphs(nn.Module):
+    """One backward reaches the weight on two ways, so that its gradient is computed in I."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.other = linear(), linear()
+
+    def forward(self, x):
+        x = self.layer(x).tanh()
+        torch._dynamo.graph_break()
+        return self.other(self.layer(x))
+
+
+REPLICAS = {
+    "one bucket": (hidden, {}),
+    "several buckets": (lambda: hidden(512), {"bucket_cap_mb": 1}),
+    "buckets hold the gradients": (hidden, {"gradient_as_bucket_view": True}),
+    "an unused parameter": (lambda: Part(lambda x, used, unused: used(x), linear(), linear()), {"find_unused_parameters": True}),
+    "a gradient of I": (TiedOverGraphs, {}),
+}
+
+
+def replicas_train_as_one_process(how, replica):
+    make, options = REPLICAS[replica]
     pipeline, replicas = groups_of_four()
     microbatches = 4
-    x, target = torch.randn(2, 32, width)
     torch.manual_seed(0)
-    expected = plain_training(Chain(hidden(width), hidden(width)), mse, x, target, 2 * microbatches)
-    torch.manual_seed(0)
-    model = Chain(hidden(width), hidden(width))
-    stage = dist.get_rank(pipeline)
-    own = model.parts[stage]
-    wrapped = DistributedDataParallel(own, process_group=replicas, bucket_cap_mb=1)
-    reduced, accumulated = Counter(), Counter()
+    model = Chain(make(), make())
+    x, target = torch.randn(2, 32, next(model.parameters()).shape[-1])
+    expected = plain_training(copy.deepcopy(model), mse, x, target, 2 * microbatches)
+    own = model.parts[dist.get_rank(pipeline)]
+    wrapped = DistributedDataParallel(own, process_group=replicas, **options)
+    reduced = Counter()
 
     def hook(_, bucket):
         reduced.update(bucket.parameters())
         return dist.all_reduce(bucket.buffer().div_(2), group=replicas, async_op=True).get_future().then(lambda f: f.value()[0])
 
     wrapped.register_comm_hook(None, hook)
-    for parameter in own.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: accumulated.update([p]))
     runs = engine(how, [wrapped] * 2, microbatches, mse, "eager", pipeline)
     half = dist.get_rank(replicas)
     train(runs, model, [own], x.chunk(2)[half], target.chunk(2)[half], expected, exact=False)
-    every = list(own.parameters())
-    return {"steps": len(expected), "reduced": [reduced[p] for p in every], "accumulated": [accumulated[p] for p in every]}
+    return [reduced[parameter] / len(expected) for parameter in own.parameters()]
 
 
-@pytest.mark.parametrize("width", [WIDTH, 512], ids=["one bucket", "several buckets"])
+@pytest.mark.parametrize("replica", REPLICAS)
 @pytest.mark.parametrize("how", [SCHEDULES["1f1b"], ZERO_BUBBLE], ids=["1f1b", "zero bubble"])
-def test_replicas_reduce_each_parameter_once_a_step(ranks, how, width):
-    for found in ranks(4).run(replicas_train_as_one_process, how, width):
-        assert found == {"steps": 3, "reduced": [3] * 4, "accumulated": [3 * 4] * 4}
+def test_replicas_reduce_each_parameter_once_a_step(ranks, how, replica):
+    for reduced in ranks(4).run(replicas_train_as_one_process, how, replica):
+        assert set(reduced) == {1}
+
+
+def hooks_of_a_step(how):
+    pipeline, replicas = groups_of_four()
+    own = hidden()
+    calls = Counter()
+    for name, parameter in own.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: calls.update([name]))
+    wrapped = DistributedDataParallel(own, process_group=replicas)
+    runs = engine(how, [wrapped] * 2, 4, mse, "eager", pipeline)
+    x, target = batch(16)
+    runs.step(x, target=target)
+    return list(calls.values())
+
+
+@pytest.mark.parametrize("how", [SCHEDULES["1f1b"], ZERO_BUBBLE], ids=["1f1b", "zero bubble"])
+def test_a_hook_of_a_replica_fires_once_a_microbatch(ranks, how):
+    assert ranks(4).run(hooks_of_a_step, how) == [[4] * 4] * 4
+
+
+# Around the step.
+
+
+class Scaled(nn.Module):
+    """Takes a keyword argument; every stage of an engine is given all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x, scale):
+        return self.layer(x) * scale
+
+
+def takes_keyword_arguments(how):
+    torch.manual_seed(0)
+    model = Chain(*(Scaled() for _ in range(how.count(2))))
+    plain = copy.deepcopy(model)
+    x, target = batch(16)
+    scale = torch.randn(16, 1)
+    runs = engine(how, list(model.parts), 4, mse, "eager")
+    runs.step(x, target=target, scale=scale)
+    for part, wanted, factor in zip(x.chunk(4), target.chunk(4), scale.chunk(4), strict=True):
+        for stage in plain.parts:
+            part = stage(part, factor)
+        (mse(part, wanted) / 4).backward()
+    for i in how.stages_of(dist.get_rank(), 2):
+        for found, expected in zip(model.parts[i].parameters(), plain.parts[i].parameters(), strict=True):
+            torch.testing.assert_close(found.grad, expected.grad)
+
+
+def trains_under_autocast(how):
+    torch.manual_seed(0)
+    model = Chain(*(hidden() for _ in range(how.count(2))))
+    x, target = batch(16)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):  # which would keep casts over optimizer steps
+        expected = plain_training(copy.deepcopy(model), mse, x, target, 4)
+        runs = engine(how, list(model.parts), 4, mse, "eager")
+        train(runs, model, [model.parts[i] for i in how.stages_of(dist.get_rank(), 2)], x, target, expected, exact=True)
+
+
+class Dropped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return nn.functional.dropout(torch.ones_like(x) + 0 * x) * self.weight
+
+
+def gradient_is_of_the_draws(how):
+    """With a sum for a loss, the gradient of a factor of one is the sum of what it was multiplied with."""
+    stages = [Dropped() for _ in range(2)]
+    runs = engine(how, stages, 4, lambda output, target: output.sum(), "eager")
+    x, target = batch(16)
+    found = runs.step(x, target=target)
+    if found is not None:
+        torch.testing.assert_close(stages[-1].weight.grad, found.sum(dim=0) / 4)
+        assert 0 < (found == 0).sum() < found.numel()
+
+
+@pytest.mark.parametrize("how", [SCHEDULES["1f1b"], ZERO_BUBBLE, SCHEDULES["zbv"]], ids=["1f1b", "zero bubble", "zbv"])
+@pytest.mark.parametrize("case", [takes_keyword_arguments, trains_under_autocast])
+def test_a_step(ranks, case, how):
+    ranks(2).run(case, how)
+
+
+@pytest.mark.parametrize("how", [SCHEDULES["1f1b"], ZERO_BUBBLE], ids=["1f1b", "zero bubble"])
+def test_the_backward_uses_the_draws_of_the_forward(ranks, how):
+    ranks(2).run(gradient_is_of_the_draws, how)
 
 
 # Evaluation, and what goes wrong.

@@ -65,9 +65,8 @@ class PipelineStage(torch_pipelining.PipelineStage):
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
         """Run B ("full"), I ("input") or W ("weight") of one micro-batch, as the schedule asks."""
         if backward_type == "input":
-            if (
-                bwd_kwargs["output_grads"] is None
-            ):  # the loss: torch puts it in a tuple, and would pass over it for want of a partner
+            if bwd_kwargs["output_grads"] is None:
+                # The loss, which torch has put into a tuple and would pass over, as one that has no gradients.
                 bwd_kwargs = {**bwd_kwargs, "output_grads": (None,) * len(bwd_kwargs["stage_output"])}
             with defer_weight_grads() as pending:
                 gradients, _ = super().backward_maybe_with_nosync("full", bwd_kwargs, last_backward=False)
