@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -30,6 +32,7 @@ from tests.pipelining_worker import (
     Schedule,
     engine,
     matches_plain_training,
+    optimizer,
     plain_training,
     train,
 )
@@ -336,12 +339,9 @@ def test_more_stages_than_dynamo_would_recompile_one_function(ranks):
 
 
 @functools.cache
-def groups_of_four():
-    """This rank's pipeline (ranks 0 and 1, or 2 and 3), and its replicas (0 and 2, or 1 and 3)."""
-    pipelines = [dist.new_group(each) for each in ([0, 1], [2, 3])]
-    replicas = [dist.new_group(each) for each in ([0, 2], [1, 3])]
-    rank = dist.get_rank()
-    return pipelines[rank // 2], replicas[rank % 2]
+def mesh():
+    """Ranks 0 and 1 are a pipeline, 2 and 3 another; 0 and 2 are replicas, 1 and 3 are others."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "pipeline"))
 
 
 class TiedOverGraphs(nn.Module):
@@ -368,7 +368,7 @@ REPLICAS = {
 
 def replicas_train_as_one_process(how, replica):
     make, options = REPLICAS[replica]
-    pipeline, replicas = groups_of_four()
+    pipeline, replicas = mesh().get_group("pipeline"), mesh().get_group("replica")
     microbatches = 4
     torch.manual_seed(0)
     model = Chain(make(), make())
@@ -397,7 +397,7 @@ def test_replicas_reduce_each_parameter_once_a_step(ranks, how, replica):
 
 
 def hooks_of_a_step(how):
-    pipeline, replicas = groups_of_four()
+    pipeline, replicas = mesh().get_group("pipeline"), mesh().get_group("replica")
     own = hidden()
     calls = Counter()
     for name, parameter in own.named_parameters():
@@ -412,6 +412,36 @@ def hooks_of_a_step(how):
 @pytest.mark.parametrize("how", [SCHEDULES["1f1b"], ZERO_BUBBLE], ids=["1f1b", "zero bubble"])
 def test_a_hook_of_a_replica_fires_once_a_microbatch(ranks, how):
     assert ranks(4).run(hooks_of_a_step, how) == [[4] * 4] * 4
+
+
+def shards_train_as_one_process(how):
+    torch.manual_seed(0)
+    model = Chain(hidden(), hidden())
+    x, target = batch(32)
+    expected = plain_training(copy.deepcopy(model), mse, x, target, 8)
+    stage, half = mesh().get_local_rank("pipeline"), mesh().get_local_rank("replica")
+    own = fully_shard(model.parts[stage], mesh=mesh()["replica"])
+    graphs = Counter()
+    runs = engine(how, list(model.parts), 4, mse, counting(graphs, Counter()), mesh().get_group("pipeline"))
+    updates = optimizer(own.parameters())
+    for state in expected:
+        graphs.clear()
+        updates.zero_grad()
+        runs.step(x.chunk(2)[half], target=target.chunk(2)[half])
+        for name, parameter in own.named_parameters():
+            torch.testing.assert_close(parameter.grad.full_tensor(), state[f"parts.{stage}.{name}"])
+        updates.step()
+    return graphs
+
+
+def test_sharded_parameters(ranks):
+    assert (
+        ranks(4).run(shards_train_as_one_process, Schedule(SCHEDULES["interleaved-1f1b"].engine, "one")) == [{"F": 4, "B": 4}] * 4
+    )
+
+
+def test_sharded_parameters_with_a_split_backward(ranks):
+    assert ranks(4).run(shards_train_as_one_process, ZERO_BUBBLE) == [{"F": 4, "B": 4}, {"F": 4, "I": 4, "W": 4}] * 2
 
 
 # Around the step.
