@@ -49,6 +49,7 @@ class Ranks:
         self._timeout = timeout
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, case: Callable[..., Any], *args: Any) -> list[Any]:
         """What `case(*args)` returns on each rank. Raises AssertionError with the tracebacks of all ranks that failed."""
@@ -95,13 +96,16 @@ class Ranks:
             process.kill()
             process.join()
         self._processes, self._connections = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def _start(self) -> None:
         if self._processes:
             return
         context = multiprocessing.get_context("forkserver")  # which imports torch once for all
         context.set_forkserver_preload([__name__, "torch.distributed.pipelining", "torch._dynamo", "torch._inductor.compile_fx"])
-        store = Path(tempfile.mkdtemp(), "store")
+        self._folder = tempfile.TemporaryDirectory()
+        store = Path(self._folder.name, "store")
         for rank in range(self.count):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.count, str(store), self._timeout, theirs), daemon=True)
