@@ -106,6 +106,8 @@ def train(options: argparse.Namespace, schedule: _PipelineSchedule, part: Stage,
     first, last = part.tokens is not None, part.head is not None
     optimizer = torch.optim.AdamW(part.parameters(), lr=1e-3)
     done = resume(options.checkpoint, part, optimizer) if options.checkpoint else 0
+    if last and done:
+        print(f"continuing after step {done}", flush=True)
 
     data = text.load()
     entropy = text.unigram_entropy(data)
