@@ -2,7 +2,7 @@
 
 In:  W, or any backward graph, whose outputs carry descriptors saying whose gradient each is.
 Out: a graph that takes, after the placeholders of `backward`, one buffer a parameter gradient, in their order; adds each gradient
-     to its buffer, in the buffer's dtype; and returns what is no parameter's gradient.
+     to its buffer, in the buffer's dtype; and returns the rest: what is no parameter's gradient, or a sparse one.
 Never: reads a buffer but to add to it, or computes anything else than before: only the order in which a sum is taken changes.
 
     W:    dw = mm(g.t(), x);            db = sum(g, 0);            return dw, db
@@ -36,10 +36,11 @@ _SCATTERS = (_aten.index_put.default, _aten._unsafe_index_put.default)
 _MASKED_SCATTER = _aten._unsafe_masked_index_put_accumulate.default
 
 
-def accumulate_grads(backward: fx.GraphModule, buffers: Sequence[torch.Tensor]) -> fx.GraphModule:
+def accumulate_grads(backward: fx.GraphModule, buffers: Sequence[torch.Tensor | None]) -> fx.GraphModule:
     """`backward`, which is not changed, with its parameter gradients added into buffers.
 
-    buffers: for each parameter gradient, in order, a fake tensor with the shape, strides and dtype of the buffer to be given.
+    buffers: for each parameter gradient, in order, a fake tensor with the shape, strides and dtype of the buffer to be given; None
+    for one that is to be returned as it is.
     """
     descriptors = output_descriptors(backward.graph)
     module = build_graph(
@@ -49,15 +50,17 @@ def accumulate_grads(backward: fx.GraphModule, buffers: Sequence[torch.Tensor]) 
         outputs(backward.graph),
     )
     graph = module.graph
-    results = list(zip(outputs(graph), descriptors, strict=True))
-    to_add = [value for value, descriptor in results if _of_parameter(descriptor)]
-    kept = [(value, descriptor) for value, descriptor in results if not _of_parameter(descriptor)]
+    waiting = iter(buffers)
+    results = [
+        (value, descriptor, next(waiting) if _of_parameter(descriptor) else None)
+        for value, descriptor in zip(outputs(graph), descriptors, strict=True)
+    ]
     out = output_node(graph)
-    out.args = (tuple(value for value, _ in kept),)
-    out.meta = {"desc": [descriptor for _, descriptor in kept]}
-    given = [_take(graph, f"{value.name}_buffer", buffer) for value, buffer in zip(to_add, buffers, strict=True)]
-    wanted = Counter(to_add)
-    for value, buffer in zip(to_add, given, strict=True):
+    out.args = (tuple(value for value, _, buffer in results if buffer is None),)
+    out.meta = {"desc": [descriptor for _, descriptor, buffer in results if buffer is None]}
+    to_add = [(value, _take(graph, f"{value.name}_buffer", buffer)) for value, _, buffer in results if buffer is not None]
+    wanted = Counter(value for value, _ in to_add)
+    for value, buffer in to_add:
         if wanted[value] == 1:
             _add(value, buffer)
         else:  # one value for two parameters: it is computed as a whole
@@ -73,8 +76,9 @@ def _of_parameter(descriptor: Any) -> bool:
 
 
 def _take(graph: fx.Graph, name: str, buffer: torch.Tensor) -> fx.Node:
-    with graph.inserting_after(placeholders(graph)[-1]):
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
         node = graph.placeholder(name)
+    node.target = node.name  # which is one of its own
     node.meta = {"val": buffer}
     return node
 
@@ -82,7 +86,7 @@ def _take(graph: fx.Graph, name: str, buffer: torch.Tensor) -> fx.Node:
 def _add(value: Any, buffer: fx.Node) -> None:
     """Add a value to a (view of a) buffer. What computes it goes away if nothing else reads it and the sum can do without."""
     own = not value.users and value.op == "call_function" and value.meta["val"].dtype == buffer.meta["val"].dtype
-    if own and value.target in _PRODUCTS:
+    if own and value.target in _PRODUCTS and not value.meta["val"].is_complex():  # which would be rounded otherwise than alone
         _insert(_PRODUCTS[value.target], (buffer, *value.args), value)
         value.graph.erase_node(value)
     elif own and _scatters_into_zeros(value):
@@ -143,7 +147,7 @@ def _view(buffer: fx.Node, target: Any, argument: list[int]) -> fx.Node | None:
     try:
         with whole.fake_mode:
             view = target(whole, argument)
-    except RuntimeError:  # the buffer's strides do not allow it
+    except (RuntimeError, ValueError):  # the buffer's strides do not allow it
         return None
     return _insert(target, (buffer, argument), buffer, view)
 

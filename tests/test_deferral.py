@@ -1,6 +1,7 @@
 """`twobp_fx.defer_weight_grads()`: I at once, W when it is asked for."""
 
 import contextlib
+import copy
 import gc
 import threading
 import weakref
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import parametrizations
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import twobp_fx
@@ -321,6 +323,132 @@ class TestPending:
         failing[0] = False
         pending.run()
         assert_same(grads(model), expected_grads(model, x))
+
+
+ODD = {
+    "strides": lambda: torch.ones(4, 8).t(),
+    "a part of a larger one": lambda: torch.ones(2, 8, 4)[1],
+    "a computed one": lambda: torch.ones(8, 4, requires_grad=True) * 1,
+    "a sparse one": lambda: torch.ones(8, 4).to_sparse(),
+}
+"""What may be found as the `.grad` of a parameter `(8, 4)`."""
+
+
+class TestAccumulation:
+    """How W's gradients get into `.grad`."""
+
+    def twice(self, model, x, compiler="eager"):
+        """A step whose gradients stay, and then one whose W is left: the pending W, and what `.grad` held."""
+        put_off(model, x, compiler=compiler).run()
+        pending = put_off(model, x, compiler=compiler)
+        return pending, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    def test_the_first_gradient_is_kept_without_a_copy(self):
+        class Copies(TorchDispatchMode):
+            def __init__(self):
+                super().__init__()
+                self.shapes = []
+
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                if func is torch.ops.aten.clone.default:
+                    self.shapes.append(args[0].shape)
+                return func(*args, **(kwargs or {}))
+
+        pending = put_off(mlp(), leaf(3, 4))
+        with Copies() as copies:
+            pending.run()
+        assert copies.shapes == []
+
+    @pytest.mark.parametrize("compiler", ["eager", "inductor"])
+    def test_a_gradient_that_is_there_is_added_to_in_place(self, compiler):
+        model, x = mlp(), leaf(3, 4)
+        pending, first = self.twice(model, x, compiler)
+        buffers = {name: (p.grad, p.grad._version) for name, p in model.named_parameters()}
+        pending.run()
+        for name, p in model.named_parameters():
+            assert p.grad is buffers[name][0]
+            assert p.grad._version > buffers[name][1]
+            torch.testing.assert_close(p.grad, first[name] * 2)
+
+    def test_a_hook_gets_the_gradient_by_itself(self):
+        model, x = mlp(), leaf(3, 4)
+        pending, first = self.twice(model, x)
+        seen, sums = [], []
+        model[0].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+        model[2].weight.register_post_accumulate_grad_hook(lambda p: sums.append(p.grad.clone()))
+        pending.run()
+        assert_same({"0.weight": seen[0], "2.weight": sums[0]}, {"0.weight": first["0.weight"], "2.weight": first["2.weight"] * 2})
+        assert (len(seen), len(sums)) == (1, 1)
+        assert_same(grads(model), {name: g * 2 for name, g in first.items()})
+
+    def test_hooks_of_the_accumulating_node_fire_once(self):
+        """DDP's reducer has such."""
+        model, x = mlp(), leaf(3, 4)
+        pending, _ = self.twice(model, x)
+        fired = []
+        nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in model.parameters()]
+        for i, node in enumerate(nodes):
+            node.register_hook(lambda *_, i=i: fired.append(i))
+        pending.run()
+        assert sorted(fired) == [0, 1, 2, 3]
+
+    @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+    @pytest.mark.parametrize("odd", ODD)
+    def test_a_gradient_that_is_there_otherwise_than_usual(self, odd):
+        model, x = mlp(), leaf(3, 4)
+        reference = copy.deepcopy(model)
+        model[0].weight.grad, reference[0].weight.grad = ODD[odd](), ODD[odd]()
+        put_off(model, x).run()
+        backward_of_sum(reference, x)
+        assert_same(grads(model), grads(reference))
+        assert model[0].weight.grad.layout is reference[0].weight.grad.layout
+
+    def test_a_gradient_that_w_reads(self):
+        model, x = nn.Linear(4, 4, bias=False), leaf(4, 4)
+        reference = copy.deepcopy(model)
+        for each in (model, reference):
+            each.weight.grad = torch.arange(16.0).view(4, 4)
+        compiled(model)(x)
+        with twobp_fx.defer_weight_grads() as pending:
+            compiled(model)(x).backward(model.weight.grad)
+        pending.run()
+        reference(x.detach()).backward(reference.weight.grad)
+        assert_same(grads(model), grads(reference))
+
+    def test_a_gradient_in_another_dtype_than_the_parameters(self):
+        def gradients(compile_it):
+            torch.manual_seed(1)
+            model = mlp().bfloat16()
+            for p in model.parameters():
+                p.grad_dtype = torch.float32
+            call = compiled(model) if compile_it else model
+            for _ in range(3):
+                deferred(lambda: backward_of_sum(call, torch.randn(3, 4, dtype=torch.bfloat16)))()
+            return grads(model)
+
+        expected = gradients(False)
+        assert all(gradient.dtype is torch.float32 for gradient in expected.values())
+        assert_same(gradients(True), expected)
+
+    def test_a_compiler_that_fails_while_gradients_are_there(self):
+        """They may be incomplete by then, and running it once more would make them wrong: it says so, and cannot be run again."""
+        failing = [False]
+
+        def compiler(graph, examples):
+            def run(*args):
+                if failing[0]:
+                    raise ValueError("out of order")
+                return graph(*args)
+
+            return run
+
+        model, x = mlp(), leaf(3, 4)
+        pending, _ = self.twice(model, x, compiler)
+        failing[0] = True
+        with pytest.raises(ValueError, match="out of order") as caught:
+            pending.run()
+        assert any("Set the gradients to zero and repeat" in note for note in caught.value.__notes__)
+        assert len(pending) == 0
 
 
 class TestContext:

@@ -20,6 +20,7 @@ from torch.autograd.graph import Node
 from .deferral import Deferral, WeightGradients, arrivals, leaf_of, new_anchor, note_arrivals, running_node, storages
 from .emit import Compiler, Emitter, emitter
 from .errors import InputError
+from .passes.accumulate_grads import accumulate_grads
 from .passes.aot import BASES, TOKENS, GradAOTOutput, ParamAOTInput, PlainAOTInput, TangentAOTInput, gradients
 from .passes.graph import (
     ancestors,
@@ -37,6 +38,7 @@ from .passes.partition_joint import copy_overwritten, refuse_draws
 from .passes.split_backward import split_backward
 from .passes.unfuse_backward import unfuse_backward
 from .program import Compiled
+from .runtime.buffers import buffer_like, new_buffer
 from .runtime.strides import with_strides
 
 _OPTIONS = {"compiler": "inductor"}
@@ -73,6 +75,7 @@ class CompiledGraph:
         self.deferred: dict[Node | None, Deferral] = {}
         self.names = ["anchor", *_names(placeholders(module.graph))]
         self.parameters: dict[int, str] = {}
+        self.buffers: dict[int, torch.Tensor] = {}
         self.positions: list[int] = []
         self.returns: list[Any] = []
         self._splits = False
@@ -123,6 +126,7 @@ class CompiledGraph:
             of = handed_on[position].meta.get("desc")
             if self._splits and isinstance(of, PlainAOTInput) and of.idx in self._trainable:
                 self.parameters[slot] = self.names[of.idx]
+                self.buffers[slot] = buffer_like(handed_on[position].meta["val"])
         return _boxed(self._emitter.emit(module, f"{self.label}, forward"))
 
     def _compile_backward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -146,7 +150,7 @@ class _Backward:
         unfuse_backward(self._module)
         self._needs = {_slot(of): self._tangents(value) for value, of in gradients(self._module.graph)}
         self._whole: _Part | None = None
-        self._halves: dict[frozenset[int], tuple[_Part, _Part]] = {}
+        self._halves: dict[frozenset[int], tuple[_Part, _Weights]] = {}
         self._lock = threading.Lock()  # a backward may run in any thread
         self._symbolic = any(is_symbolic(node.meta["val"]) for node in placeholders(module.graph))
         if self._symbolic:  # what a compiler assumes of the sizes is guarded only while Dynamo is at it
@@ -165,7 +169,7 @@ class _Backward:
             if deferral is not None:  # computed already, for want of halves compiled for this: to accumulate them can wait
                 later = {slot: gradients.pop(slot) for slot in deferral.parameters if slot in gradients.keys() - missing}
                 held = [(self._graph.parameters[slot], gradient) for slot, gradient in later.items()]
-                self._put_off(deferral, list(later), missing, held, lambda gradients: gradients)
+                self._put_off(deferral, list(later), missing, held)
         else:
             first, second = self._compiled_halves(frozenset(deferral.kept))
             gradients = {}
@@ -174,9 +178,9 @@ class _Backward:
                     values[name] = result
                 else:
                     gradients[_slot(of)] = result
-            held = list(zip(self._described(second), second.pick(values), strict=True))
+            held = list(zip(map(self._described, second.holds), (values[node.name] for node in second.holds), strict=True))
             self._own_leaves_gradients(gradients, held, node)
-            self._put_off(deferral, list(map(_slot, second.gradients_of)), missing, held, second)
+            self._put_off(deferral, second.slots, missing, held, second)
         results: list[torch.Tensor | None] = [None] * self._returns
         for slot in gradients.keys() - missing:
             results[self._graph.positions[slot]] = gradients[slot]
@@ -210,36 +214,41 @@ class _Backward:
         slots: Sequence[int],
         missing: Collection[int],
         held: Sequence[tuple[str, Any]],
-        compute: Callable[[Sequence[Any]], Sequence[torch.Tensor | None]],
+        weights: _Weights | None = None,
     ) -> None:
-        """Leave W, which computes the gradients of `slots` from what it holds; those of the `missing` slots are zeros."""
-        wanted = [i for i, slot in enumerate(slots) if slot in deferral.parameters and slot not in missing]
+        """Leave W, which computes the gradients of `slots` from what it holds; those of the `missing` slots are zeros.
 
-        def run(values: Sequence[Any]) -> Sequence[torch.Tensor | None]:
-            results = compute(values)
-            return [results[i] for i in wanted]
+        Without W they are computed already, and are what is held.
+        """
+        wanted = [slot for slot in slots if slot in deferral.parameters and slot not in missing]
+        buffers = weights.buffers if weights is not None else {}
+
+        def run(values: Sequence[Any], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            if weights is None:
+                computed = dict(zip(slots, values, strict=True))
+            else:
+                into = dict(zip([slot for slot in wanted if slot in buffers], given, strict=True))
+                computed = weights(values, into)
+            return [computed[slot] for slot in wanted if slot not in buffers]
 
         names = self._graph.parameters
         deferral.pending.add(
             WeightGradients(
                 self._graph.label,
-                {names[slots[i]]: deferral.parameters[slots[i]] for i in wanted},
+                {names[slot]: deferral.parameters[slot] for slot in wanted},
                 {names[slot]: why for slot, why in deferral.kept.items()},
                 held,
+                [buffers.get(slot) for slot in wanted],
                 run,
             )
         )
 
-    def _described(self, part: _Part) -> list[str]:
-        """What a graph takes, for people: inputs by their own names."""
-
-        def described(node: fx.Node) -> str:
-            of = node.meta.get("desc")
-            if isinstance(of, TangentAOTInput) and of.output in self._graph.returns:
-                return f"the gradient of output {self._graph.returns.index(of.output)}"
-            return self._graph.names[of.idx] if isinstance(of, PlainAOTInput) else describe(node)
-
-        return [described(node) for node in part.takes]
+    def _described(self, node: fx.Node) -> str:
+        """What W takes, for people: inputs by their own names."""
+        of = node.meta.get("desc")
+        if isinstance(of, TangentAOTInput) and of.output in self._graph.returns:
+            return f"the gradient of output {self._graph.returns.index(of.output)}"
+        return self._graph.names[of.idx] if isinstance(of, PlainAOTInput) else describe(node)
 
     def _compiled_whole(self) -> _Part:
         with self._lock:
@@ -247,7 +256,7 @@ class _Backward:
                 self._whole = _Part(self._module, self._emitter, f"{self._graph.label}, backward")
             return self._whole
 
-    def _compiled_halves(self, kept: frozenset[int]) -> tuple[_Part, _Part]:
+    def _compiled_halves(self, kept: frozenset[int]) -> tuple[_Part, _Weights]:
         """I and W, where the parameters of the `kept` slots count as inputs."""
         with self._lock:
             if kept not in self._halves:
@@ -255,7 +264,7 @@ class _Backward:
                 split = split_backward(_of_slots(self._module, every, self._graph.parameters.keys() - kept))
                 self._halves[kept] = (
                     _Part(split.backward_input, self._emitter, f"{self._graph.label}, backward_input"),
-                    _Part(split.backward_weight, self._emitter, f"{self._graph.label}, backward_weight"),
+                    _Weights(split.backward_weight, self._graph.buffers, self._emitter, f"{self._graph.label}, backward_weight"),
                 )
             return self._halves[kept]
 
@@ -277,6 +286,25 @@ class _Part:
 
     def __call__(self, args: Sequence[Any]) -> tuple[Any, ...]:
         return self._function([_conform(arg, node.meta["val"]) for arg, node in zip(args, self.takes, strict=True)])
+
+
+class _Weights:
+    """W, compiled to add the gradients of parameters into buffers; sparse ones it returns.
+
+    slots: of all these parameters. buffers: by slot, fake tensors laid out as the buffers. holds: what else it takes.
+    """
+
+    def __init__(self, module: fx.GraphModule, layouts: Mapping[int, torch.Tensor], emit: Emitter, label: str) -> None:
+        every = gradients(module.graph)
+        self.slots = [_slot(of) for _, of in every]
+        self.buffers = {_slot(of): layouts[_slot(of)] for value, of in every if value.meta["val"].layout is torch.strided}
+        self.holds = placeholders(module.graph)
+        self._part = _Part(accumulate_grads(module, [self.buffers.get(slot) for slot in self.slots]), emit, label)
+
+    def __call__(self, held: Sequence[Any], into: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Add gradients to these buffers, by slot; the others are lost. Returns the sparse ones."""
+        every = [into[slot] if slot in into else new_buffer(like) for slot, like in self.buffers.items()]
+        return dict(zip(map(_slot, self._part.gradients_of), self._part([*held, *every]), strict=True))
 
 
 def _conform(value: Any, traced: Any) -> Any:

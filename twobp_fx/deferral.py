@@ -12,7 +12,7 @@ import inspect
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -24,6 +24,7 @@ from torch.autograd.graph import GradientEdge, Node
 from .errors import InputError
 from .passes.graph import storage_key
 from .runtime.autocast import as_traced
+from .runtime.buffers import new_buffer
 
 _engine = torch.autograd.backward
 
@@ -55,6 +56,9 @@ class WeightGradients:
     label: the graph's. parameters: those that get a gradient, by name. kept: names of those whose gradient was computed in I
     already, with the reason. nbytes: what it holds, in bytes, besides the parameters themselves. waiting: whether it is still to be
     run; never if it has no parameters.
+
+    buffers: for each parameter, a (fake) tensor laid out as the buffer that its gradient is added to; None if it comes by itself.
+    compute: from what is held, adds the gradients of the former to the buffers it is given, and returns those of the latter.
     """
 
     def __init__(
@@ -63,7 +67,8 @@ class WeightGradients:
         parameters: Mapping[str, torch.Tensor],
         kept: Mapping[str, str],
         held: Sequence[tuple[str, Any]],
-        compute: Callable[[Sequence[Any]], Sequence[torch.Tensor | None]],
+        buffers: Sequence[torch.Tensor | None],
+        compute: Callable[[Sequence[Any], Sequence[torch.Tensor]], Sequence[torch.Tensor]],
     ) -> None:
         self.label = label
         self.parameters = parameters
@@ -71,6 +76,7 @@ class WeightGradients:
         self.waiting = bool(parameters)
         self._held = [value for _, value in held] if parameters else []
         self._versions = [(name, _version(value)) for name, value in held]
+        self._buffers = buffers
         self._compute = compute
         own = storages(parameters.values())
         self.nbytes = sum(size for key, size in storages(self._held).items() if key not in own)
@@ -78,14 +84,22 @@ class WeightGradients:
     def run(self) -> None:
         """Compute the gradients and accumulate them into `.grad`; every hook of a parameter fires once.
 
-        If computing them fails, the error is raised and this stays pending. Raises InputError if it is not pending, and if a tensor
-        it reads was changed in place after I.
+        If computing them fails, the error is raised. This stays pending, unless a part may have reached a `.grad` by then: the
+        error's notes say so. Raises InputError if it is not pending, and if a tensor it reads was changed in place after I.
         """
         if not self.waiting:
             raise InputError(f"The weight gradients of {self.label} are not pending: they were run, or dropped.")
         self._refuse_changed()
-        with torch.inference_mode(False):
-            self._run()
+        leaves = list(self.parameters.values())
+        frozen = [leaf for leaf in leaves if not leaf.requires_grad]  # since I; their gradients are wanted all the same
+        try:
+            for leaf in frozen:
+                leaf.requires_grad_(True)
+            with torch.inference_mode(False), torch.enable_grad():
+                _engine(_Accumulation.apply(self._gradients, *leaves))  # type: ignore[no-untyped-call]
+        finally:
+            for leaf in frozen:
+                leaf.requires_grad_(False)
 
     def _refuse_changed(self) -> None:
         for value, (name, version) in zip(self._held, self._versions, strict=True):
@@ -96,28 +110,71 @@ class WeightGradients:
                     "optimizer steps or anything else writes to it; or drop() them."
                 )
 
-    def _run(self) -> None:
-        with torch.no_grad(), as_traced({each.device for each in self._held if isinstance(each, torch.Tensor)}):
-            gradients = self._compute(self._held)
+    def _gradients(self) -> list[torch.Tensor | None]:
+        """The gradients for autograd to accumulate; None for a parameter whose `.grad` they were added to right away."""
+        read = storages(self._held).keys()
         leaves = list(self.parameters.values())
-        self.drop()
-        pairs = [(leaf, gradient) for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None]
-        if not pairs:
-            return
-        frozen = [leaf for leaf, _ in pairs if not leaf.requires_grad]  # since I; their gradients are wanted all the same
+        likes = self._buffers
+        straight = [like is not None and _can_be_added_to(leaf, like, read) for leaf, like in zip(leaves, likes, strict=True)]
+        into = [
+            leaf.grad if direct else like if like is None else new_buffer(like)
+            for leaf, like, direct in zip(leaves, likes, straight, strict=True)
+        ]
+        devices = {each.device for each in (*self._held, *into) if isinstance(each, torch.Tensor)}
         try:
-            for leaf in frozen:
-                leaf.requires_grad_(True)
-            with torch.enable_grad():
-                _engine([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
-        finally:
-            for leaf in frozen:
-                leaf.requires_grad_(False)
+            with as_traced(devices):
+                returned = iter(self._compute(self._held, [buffer for buffer in into if buffer is not None]))
+        except BaseException as error:
+            if any(straight):
+                self.drop()
+                error.add_note(
+                    f"The weight gradients of {self.label} may have been added to .grad in part. Set the gradients to zero and "
+                    "repeat the step."
+                )
+            raise
+        self.drop()
+        gradients: list[torch.Tensor | None] = []
+        for buffer, direct in zip(into, straight, strict=True):
+            if direct and buffer is not None:
+                torch.autograd.graph.increment_version(buffer)
+            gradients.append(None if direct else next(returned) if buffer is None else buffer)
+        return gradients
 
     def drop(self) -> None:
         """Let go of all it holds; it can no longer be run."""
         self.waiting = False
         self._held = []
+
+
+class _Accumulation(torch.autograd.Function):
+    """A node before the parameters, whose backward computes their gradients.
+
+    So autograd accumulates them, and keeps as `.grad` those that nobody else holds: there is no copy.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[[], list[torch.Tensor | None]], *leaves: torch.Tensor) -> torch.Tensor:
+        ctx.compute = compute
+        return torch.zeros((), device=leaves[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        return None, *ctx.compute()
+
+
+def _can_be_added_to(leaf: torch.Tensor, like: torch.Tensor, read: Collection[object]) -> bool:
+    """Whether a gradient may be added to `leaf.grad` outside of autograd: it is as W was compiled for, W does not read its storage,
+    and no hook wants to see the gradient by itself. Hooks of the leaf's AccumulateGrad (DDP's) still run.
+    """
+    buffer = leaf.grad
+    return (
+        type(buffer) is torch.Tensor
+        and (buffer.layout, buffer.shape, buffer.dtype, buffer.device) == (like.layout, like.shape, like.dtype, like.device)
+        and buffer.stride() == like.stride()
+        and not (buffer.requires_grad or buffer.is_inference())
+        and storage_key(buffer) not in read
+        and not (leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+    )
 
 
 class PendingWeightGradients:
