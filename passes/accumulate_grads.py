@@ -11,7 +11,7 @@ Never: reads a buffer but to add to it, or computes anything else than before: o
 Where a gradient ends in a matrix product, the product goes straight into the buffer (`addmm(out=)`; on the CPU 0.43 to 0.85 of the
 time of `mm` then `add_`). Views between the two are undone on the buffer: it is a view of the buffer that is written. The terms of
 a sum are added one by one, and what is scattered into zeros is scattered into the buffer. All else is one `add_`, which a compiler
-fuses with what computes the gradient.
+fuses with what computes the gradient. Where sums are to be autograd's bit by bit, each gradient is added as a whole.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ _SCATTERS = (_aten.index_put.default, _aten._unsafe_index_put.default)
 _MASKED_SCATTER = _aten._unsafe_masked_index_put_accumulate.default
 
 
-def accumulate_grads(backward: fx.GraphModule, buffers: Sequence[torch.Tensor | None]) -> fx.GraphModule:
+def accumulate_grads(backward: fx.GraphModule, buffers: Sequence[torch.Tensor | None], *, whole: bool = False) -> fx.GraphModule:
     """`backward`, which is not changed, with its parameter gradients added into buffers.
 
     buffers: for each parameter gradient, in order, a fake tensor with the shape, strides and dtype of the buffer to be given; None
-    for one that is to be returned as it is.
+    for one that is to be returned as it is. whole: add each gradient as a whole, as autograd does; else its parts as they come,
+    which changes the order in which a sum is taken.
     """
     descriptors = output_descriptors(backward.graph)
     module = build_graph(
@@ -61,14 +62,25 @@ def accumulate_grads(backward: fx.GraphModule, buffers: Sequence[torch.Tensor | 
     to_add = [(value, _take(graph, f"{value.name}_buffer", buffer)) for value, _, buffer in results if buffer is not None]
     wanted = Counter(value for value, _ in to_add)
     for value, buffer in to_add:
-        if wanted[value] == 1:
+        if wanted[value] == 1 and not whole:
             _add(value, buffer)
-        else:  # one value for two parameters: it is computed as a whole
+        else:  # also where one value is the gradient of two parameters
             _insert(_aten.add_.Tensor, (buffer, value), value)
     graph.eliminate_dead_code()
     graph.lint()
     module.recompile()
     return module
+
+
+def buffer_like(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """An uninitialized buffer, laid out as autograd wants `.grad`: with the parameter's strides if these are dense, else row-major.
+
+    On the parameter's device; fake if the parameter is. dtype: the parameter's if not given.
+    """
+    buffer = torch.empty_like(parameter, dtype=dtype)
+    if buffer.stride() == parameter.stride():
+        return buffer
+    return torch.empty_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _of_parameter(descriptor: Any) -> bool:
@@ -152,10 +164,12 @@ def _view(buffer: fx.Node, target: Any, argument: list[int]) -> fx.Node | None:
     return _insert(target, (buffer, argument), buffer, view)
 
 
-def _insert(target: Any, args: tuple[Any, ...], after: fx.Node, value: torch.Tensor | None = None) -> fx.Node:
-    graph = after.graph
-    with graph.inserting_after(placeholders(graph)[-1] if after.op == "placeholder" else after):
+def _insert(target: Any, args: tuple[Any, ...], like: fx.Node, value: torch.Tensor | None = None) -> fx.Node:
+    """A node right after all that it reads and after `like`, for which it stands to people."""
+    graph = like.graph
+    last = max(like, *(argument for argument in args if isinstance(argument, fx.Node)))
+    with graph.inserting_after(placeholders(graph)[-1] if last.op == "placeholder" else last):
         node = graph.call_function(target, args)
-    node.meta = {**after.meta, "val": value}
+    node.meta = {**like.meta, "val": value}
     node.meta.pop("desc", None)
     return node

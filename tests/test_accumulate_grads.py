@@ -71,6 +71,19 @@ def test_blocks(block, graph):
     assert_adds_the_gradients(getattr(block().program.graphs, graph))
 
 
+@pytest.mark.parametrize("block", BLOCKS)
+def test_blocks_added_as_a_whole(block):
+    """As autograd does it: bit by bit, also where the buffer holds something already."""
+    backward = block().program.graphs.backward_weight
+    values = random_values(backward)
+    gradients = run_graph(backward, values)
+    buffers = [torch.randn_like(gradient) for gradient in gradients]
+    expected = [buffer + gradient for buffer, gradient in zip(buffers, gradients, strict=True)]
+    likes = [torch.empty_like(value.meta["val"]) for value in of_parameters(backward)]
+    accumulate_grads(backward, likes, whole=True)(*values.values(), *buffers)
+    assert all(torch.equal(buffer, sum_) for buffer, sum_ in zip(buffers, expected, strict=True))
+
+
 FAMILIES = {
     "bert": (bert, {"depth": 1, "width": 16}),
     "llama": (llama, {"depth": 1, "width": 16}),

@@ -370,6 +370,19 @@ class TestAccumulation:
             assert p.grad._version > buffers[name][1]
             torch.testing.assert_close(p.grad, first[name] * 2)
 
+    def test_sums_are_autograds_bit_by_bit_without_a_compiler(self):
+        """A weight used twice: autograd adds up the two terms before it adds them to what is there."""
+
+        def tied(self, x):
+            return self.a(self.a(x).tanh())
+
+        model, plain, x = Lambda(tied), Lambda(tied), leaf(33, 4)
+        plain.load_state_dict(model.state_dict())
+        for _ in range(4):
+            put_off(model, x).run()
+            backward_of_sum(plain, x.detach().requires_grad_())
+        assert all(equal(p.grad, grads(plain)[name]) for name, p in model.named_parameters())
+
     def test_a_hook_gets_the_gradient_by_itself(self):
         model, x = mlp(), leaf(3, 4)
         pending, first = self.twice(model, x)

@@ -326,7 +326,7 @@ class TestPlans:
         x, y = batch()
         pipe = make_pipe(mlp(), 2, loss_fn=mse, compiler=compiler)
         pipe.step(x, target=y)
-        assert not any(program.is_compiled("backward") for program in pipe.stages)
+        assert not any(program.is_prepared("backward") for program in pipe.stages)
         count = len(compiled)
         pipe.step(x, target=y)
         assert len(compiled) == count

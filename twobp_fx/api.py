@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,6 +33,7 @@ from .lower import lower
 from .microbatches import dense, join_gradients, split_batch
 from .program import Role, StageProgram
 from .runtime.call import call_stages
+from .runtime.gradients import accumulate, gradient_dtype, sum_up
 from .runtime.local import run_plan, worker_threads
 from .runtime.profile import profile_stages
 from .runtime.stage import StageRunner, fresh_seed
@@ -284,6 +286,7 @@ class Pipe(nn.Module):
                 differentiable_inputs=frozenset(str(i) for i, t in enumerate(inputs.tensors) if t.requires_grad),
                 emitter=self._emitter,
                 devices=devices,
+                gradient_dtypes={name: gradient_dtype(p) for name, p in self._live_parameters().items()},
             )
             read = attributes_among(captured.constants, self._owners())
             self._lowered[key] = _Lowered(programs, captured.outputs, captured.output_names, captured.constants, read)
@@ -331,7 +334,7 @@ class Pipe(nn.Module):
             (program, _CALLABLES[kind])
             for program in lowered.programs
             for kind in sorted(self.plan.kinds(program.index) if kinds is None else kinds)
-            if not program.is_compiled(_CALLABLES[kind])
+            if not program.is_prepared(_CALLABLES[kind])
         ]
         if not wanted:
             return
@@ -341,7 +344,7 @@ class Pipe(nn.Module):
             with _CAPTURING, tqdm(wanted, desc="compiling", unit="graph", delay=_PROGRESS_DELAY, leave=False) as progress:
                 for program, name in progress:
                     progress.set_postfix_str(f"stage {program.index} {name}", refresh=False)
-                    program.compiled(name)
+                    program.prepare(name)
         finally:
             torch.set_num_threads(threads)
 
@@ -370,12 +373,9 @@ class Pipe(nn.Module):
         """Hand the summed gradients to autograd's own accumulation, one parameter at a time, so that every hook fires once."""
         parameters = self._live_parameters()
         for runner in runners:
-            while runner.gradients:
-                name, gradient = runner.gradients.popitem()
-                for other in runners:  # a parameter that several stages use gets the sum
-                    if name in other.gradients:
-                        gradient = gradient + other.gradients.pop(name).to(gradient.device)
-                torch.autograd.backward([parameters[name]], [gradient])
+            for name in list(runner.gradients):  # a parameter that several stages use gets the sum
+                sums = [each.gradients.pop(name) for each in runners if name in each.gradients]
+                accumulate([parameters[name]], functools.partial(sum_up, sums))
         roots: list[torch.Tensor] = []
         totals: list[torch.Tensor] = []
         for position, tensor in enumerate(inputs.tensors):

@@ -18,9 +18,9 @@ from torch import fx
 from torch.autograd.graph import Node
 
 from .deferral import Deferral, WeightGradients, arrivals, leaf_of, new_anchor, note_arrivals, running_node, storages
-from .emit import Compiler, Emitter, emitter
+from .emit import Compiled, Compiler, Emitter, emitter
 from .errors import InputError
-from .passes.accumulate_grads import accumulate_grads
+from .passes.accumulate_grads import accumulate_grads, buffer_like
 from .passes.aot import BASES, TOKENS, GradAOTOutput, ParamAOTInput, PlainAOTInput, TangentAOTInput, gradients
 from .passes.graph import (
     ancestors,
@@ -37,8 +37,7 @@ from .passes.graph import (
 from .passes.partition_joint import copy_overwritten, refuse_draws
 from .passes.split_backward import split_backward
 from .passes.unfuse_backward import unfuse_backward
-from .program import Compiled
-from .runtime.buffers import buffer_like, new_buffer
+from .runtime.gradients import new_buffer
 from .runtime.strides import with_strides
 
 _OPTIONS = {"compiler": "inductor"}
@@ -299,7 +298,8 @@ class _Weights:
         self.slots = [_slot(of) for _, of in every]
         self.buffers = {_slot(of): layouts[_slot(of)] for value, of in every if value.meta["val"].layout is torch.strided}
         self.holds = placeholders(module.graph)
-        self._part = _Part(accumulate_grads(module, [self.buffers.get(slot) for slot in self.slots]), emit, label)
+        buffers = [self.buffers.get(slot) for slot in self.slots]
+        self._part = _Part(accumulate_grads(module, buffers, whole=emit.keeps_order), emit, label)
 
     def __call__(self, held: Sequence[Any], into: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Add gradients to these buffers, by slot; the others are lost. Returns the sparse ones."""

@@ -24,9 +24,7 @@ from torch.autograd.graph import GradientEdge, Node
 from .errors import InputError
 from .passes.graph import storage_key
 from .runtime.autocast import as_traced
-from .runtime.buffers import new_buffer
-
-_engine = torch.autograd.backward
+from .runtime.gradients import accumulate, engine, new_buffer
 
 
 class Deferrable(Protocol):
@@ -95,8 +93,7 @@ class WeightGradients:
         try:
             for leaf in frozen:
                 leaf.requires_grad_(True)
-            with torch.inference_mode(False), torch.enable_grad():
-                _engine(_Accumulation.apply(self._gradients, *leaves))  # type: ignore[no-untyped-call]
+            accumulate(leaves, self._gradients)
         finally:
             for leaf in frozen:
                 leaf.requires_grad_(False)
@@ -144,22 +141,6 @@ class WeightGradients:
         """Let go of all it holds; it can no longer be run."""
         self.waiting = False
         self._held = []
-
-
-class _Accumulation(torch.autograd.Function):
-    """A node before the parameters, whose backward computes their gradients.
-
-    So autograd accumulates them, and keeps as `.grad` those that nobody else holds: there is no copy.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, compute: Callable[[], list[torch.Tensor | None]], *leaves: torch.Tensor) -> torch.Tensor:
-        ctx.compute = compute
-        return torch.zeros((), device=leaves[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple[torch.Tensor | None, ...]:
-        return None, *ctx.compute()
 
 
 def _can_be_added_to(leaf: torch.Tensor, like: torch.Tensor, read: Collection[object]) -> bool:
@@ -236,7 +217,7 @@ class PendingWeightGradients:
         try:
             for (node, graph), deferral in deferrals.items():
                 graph.deferred[node] = deferral
-            _engine(tensors, grad_tensors, retain_graph=retain_graph, inputs=targets)
+            engine(tensors, grad_tensors, retain_graph=retain_graph, inputs=targets)
         finally:
             for node, graph in deferrals:
                 graph.deferred.pop(node, None)
@@ -404,7 +385,7 @@ class _Local(threading.local):
 
 _local = _Local()
 _users = 0
-_replaced = _engine
+_replaced = engine
 _lock = threading.Lock()
 
 
@@ -432,9 +413,9 @@ def _intercepting() -> Iterator[None]:
                 torch.autograd.backward = _replaced
 
 
-@functools.wraps(_engine)
+@functools.wraps(engine)
 def _backward(*args: Any, **kwargs: Any) -> None:
-    given = inspect.signature(_engine).bind(*args, **kwargs)
+    given = inspect.signature(engine).bind(*args, **kwargs)
     given.apply_defaults()
     asked = given.arguments
     if not _stack() or asked["inputs"] is not None or asked["create_graph"] or asked["grad_variables"] is not None:

@@ -15,10 +15,11 @@ from torch import fx
 
 from .errors import CompileError, InputError
 from .passes.graph import build_graph, is_symbolic, operations, outputs, placeholders
-from .program import Compiled
 
 Compiler = str | Callable[[fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
 COMPILERS = ("inductor", "eager")
+Compiled = Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
+"""A compiled graph: a sequence of tensors in, a tuple of tensors out. Run under torch.no_grad()."""
 
 
 class Emitter:
@@ -45,6 +46,11 @@ class Emitter:
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         """The decompositions to trace with: Inductor's for Inductor; none otherwise, so that each graph shows torch's operators."""
         return _inductor_decompositions() if self.compiler == "inductor" else {}
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether graphs are to compute what autograd computes bit by bit, sums in its order: without a compiler."""
+        return self.compiler == "eager"
 
     def emit(self, module: fx.GraphModule, label: str) -> Compiled:
         """Compile `module`; `label` names it in errors. Raises CompileError with the compiler's own reason."""

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from .inputs import Inputs
 from .passes.graph import storage_key
+from .runtime.gradients import gradient_dtype
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 """What is known by its value, and is a constant wherever a graph holds it."""
@@ -114,7 +115,7 @@ def state_guards(modules: Sequence[nn.Module], loss_fn: object) -> tuple[Any, ..
         tuple((key, _but_tensors(value)) for module in modules for key, value in attributes(module).items()),
         by_value_or_identity(loss_fn),
         tuple(
-            (name, first.setdefault(id(t), name), tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad)
+            (name, first.setdefault(id(t), name), tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad, gradient_dtype(t))
             for name, t in state
         ),
         tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds)),

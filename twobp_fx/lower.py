@@ -11,6 +11,7 @@ from torch import fx
 from .capture import Captured, CapturedStage, capture_stage
 from .emit import Emitter
 from .errors import InputError, SplitError
+from .passes.accumulate_grads import buffer_like
 from .passes.aot import (
     BufferAOTInput,
     InputMutationAOTOutput,
@@ -50,12 +51,14 @@ def lower(
     differentiable_inputs: frozenset[str],
     emitter: Emitter,
     devices: Sequence[torch.device] | None = None,
+    gradient_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> tuple[StageProgram, ...]:
     """The stage programs of a captured model; nothing is compiled yet.
 
     stages: how many, or the module FQNs at which a new stage begins. trainable: parameter FQN -> requires_grad.
     differentiable_inputs: the positions (as text) of the flat inputs that want a gradient. devices: one a stage; the
-    model was captured on the first. Raises CutError, CaptureError, SplitError, InputError.
+    model was captured on the first. gradient_dtypes: of parameters whose gradients are summed up in another dtype than their own.
+    Raises CutError, CaptureError, SplitError, InputError.
     """
     cut = cut_stages(captured.module, stages)
     _refuse_unsafe_writes(cut)
@@ -74,7 +77,7 @@ def lower(
         )
         received = {name: _boundary(traced.sent.get(name, received.get(name))) for name in stage.sends}
         differentiable = frozenset(name for name, value in received.items() if value.requires_grad)
-        programs.append(lower_stage(stage, traced, differentiable, emitter))
+        programs.append(lower_stage(stage, traced, differentiable, emitter, gradient_dtypes or {}))
     return tuple(programs)
 
 
@@ -137,7 +140,13 @@ def _refuse_sparse_gradients(backward: fx.GraphModule) -> None:
             )
 
 
-def lower_stage(stage: StageGraph, traced: CapturedStage, differentiable: frozenset[str], emitter: Emitter) -> StageProgram:
+def lower_stage(
+    stage: StageGraph,
+    traced: CapturedStage,
+    differentiable: frozenset[str],
+    emitter: Emitter,
+    gradient_dtypes: Mapping[str, torch.dtype],
+) -> StageProgram:
     """One stage's program from its joint graph. Passes in order: partition_joint, unfuse_backward, split_backward."""
     parts = partition_joint(traced.joint)
     _refuse_sparse_gradients(parts.backward)
@@ -163,8 +172,9 @@ def lower_stage(stage: StageGraph, traced: CapturedStage, differentiable: frozen
         gradient_needs=_gradient_needs(parts.backward),
         memory=_memory(graphs, parts.saved, split.stash),
         draws=any(is_random(node) for node in operations(parts.forward.graph)),
+        buffers=_buffers(graphs, naming, gradient_dtypes),
         modules=_module_range(stage),
-        emit=emitter.emit,
+        emitter=emitter,
     )
 
 
@@ -213,6 +223,17 @@ class _Naming:
 def _value(node: fx.Node, role: Role, key: str) -> Value:
     tensor = node.meta["val"]
     return Value(node.name, role, key, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+
+
+def _buffers(graphs: StageGraphs, naming: _Naming, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    taken = [(naming.taken(node, ()), node.meta["val"]) for node in placeholders(graphs.forward.graph)]
+    parameters = {value.key: fake for value, fake in taken if value.role is Role.PARAMETER}
+    returned = naming.returned(graphs.backward.graph, Role.STASH)
+    return {
+        value.name: buffer_like(parameters[value.key], dtypes.get(value.key))
+        for value in returned
+        if value.role is Role.PARAMETER_GRADIENT
+    }
 
 
 def _gradient_needs(backward: fx.GraphModule) -> dict[str, frozenset[str]]:

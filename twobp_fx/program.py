@@ -20,8 +20,8 @@ from enum import StrEnum
 import torch
 from torch import fx
 
-Compiled = Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
-"""A compiled graph: a sequence of tensors in, a tuple of tensors out. Run under torch.no_grad()."""
+from .emit import Compiled, Emitter
+from .passes.accumulate_grads import accumulate_grads
 
 
 class Role(StrEnum):
@@ -71,6 +71,16 @@ class Signature:
     takes: tuple[Value, ...]
     returns: tuple[Value, ...]
 
+    @property
+    def parameter_gradients(self) -> tuple[Value, ...]:
+        """Of what it returns, the gradients of parameters."""
+        return tuple(value for value in self.returns if value.role is Role.PARAMETER_GRADIENT)
+
+    @property
+    def rest(self) -> tuple[Value, ...]:
+        """Of what it returns, all that is no parameter's gradient."""
+        return tuple(value for value in self.returns if value.role is not Role.PARAMETER_GRADIENT)
+
 
 @dataclass(frozen=True, slots=True)
 class StageGraphs:
@@ -87,6 +97,8 @@ class StageGraphs:
 
 
 GRAPH_NAMES = ("forward", "backward_input", "backward_weight", "backward")
+ACCUMULATING = ("backward_weight", "backward")
+"""Those that compute gradients of parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +119,7 @@ class StageProgram:
     signatures: what each takes and returns. receives, sends: the names of what comes from the stage before and goes to the stage
     after. differentiable: those sent values that want a gradient back. gradient_needs: for each gradient, by name, the tangents it
     is computed from; where none of these arrives the gradient is None, as autograd has it. draws: whether F draws random numbers.
+    buffers: for each parameter gradient, by name, a (fake) tensor laid out as the buffer in which it is summed up.
     """
 
     def __init__(
@@ -121,8 +134,9 @@ class StageProgram:
         gradient_needs: Mapping[str, frozenset[str]],
         memory: StageMemory,
         draws: bool,
+        buffers: Mapping[str, torch.Tensor],
         modules: str,
-        emit: Callable[[fx.GraphModule, str], Compiled],
+        emitter: Emitter,
     ) -> None:
         self.index = index
         self.graphs = graphs
@@ -133,19 +147,37 @@ class StageProgram:
         self.gradient_needs = gradient_needs
         self.memory = memory
         self.draws = draws
+        self.buffers = buffers
         self.modules = modules
-        self._emit = emit
+        self._emitter = emitter
         self._compiled: dict[str, Compiled] = {}
 
     def compiled(self, name: str) -> Compiled:
         """The callable of that name, one of `GRAPH_NAMES`; compiled at the first request. Raises CompileError."""
+        return self._compile(name, lambda: getattr(self.graphs, name))
+
+    def accumulating(self, name: str) -> Compiled:
+        """W or B, by name, as the executor runs them: takes one buffer more for each parameter gradient, in the order in which the
+        callable of that name returns these; adds to it, and returns the rest. Compiled at the first request. Raises CompileError.
+        """
+        buffers = [self.buffers[value.name] for value in self.signatures[name].parameter_gradients]
+        return self._compile(
+            f"{name}, accumulating",
+            lambda: accumulate_grads(getattr(self.graphs, name), buffers, whole=self._emitter.keeps_order),
+        )
+
+    def _compile(self, name: str, graph: Callable[[], fx.GraphModule]) -> Compiled:
         if name not in self._compiled:
-            self._compiled[name] = self._emit(getattr(self.graphs, name), f"stage {self.index} {name}")
+            self._compiled[name] = self._emitter.emit(graph(), f"stage {self.index} {name}")
         return self._compiled[name]
 
-    def is_compiled(self, name: str) -> bool:
-        """Whether that callable has been compiled yet."""
-        return name in self._compiled
+    def prepare(self, name: str) -> None:
+        """Compile what the executor runs for that name. Raises CompileError."""
+        (self.accumulating if name in ACCUMULATING else self.compiled)(name)
+
+    def is_prepared(self, name: str) -> bool:
+        """Whether that has been compiled yet."""
+        return (f"{name}, accumulating" if name in ACCUMULATING else name) in self._compiled
 
     @property
     def forward(self) -> Compiled:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..passes.graph import storage_key
-from ..program import Compiled, Role, Signature, StageProgram, Value
+from ..emit import Compiled
+from ..program import Role, StageProgram, Value
+from .gradients import new_buffer
 from .strides import with_strides
 
 _RANDOM_STATE = threading.Lock()
@@ -67,7 +68,7 @@ class StageRunner:
         signature = self.program.signatures["forward"]
         args = [_conform(self._argument(value, microbatch, received), value) for value in signature.takes]
         with _draws(self.program, self._seed, microbatch):
-            results = _call(self.program.forward, args, signature)
+            results = _call(self.program.forward, args, signature.returns)
         held = {value.name: arg for value, arg in zip(signature.takes, args, strict=True)}
         sent: dict[str, torch.Tensor] = {}
         for value, result in zip(signature.returns, results, strict=True):
@@ -91,27 +92,26 @@ class StageRunner:
         """I: takes the gradients of what F sent, returns those of what it received, by name; None where autograd has None."""
         held = self._take_tangents(microbatch, tangents)
         signature = self.program.signatures["backward_input"]
-        results = self._run("backward_input", held, signature)
+        if not signature.returns or self._nothing_arrived(held):
+            results: Sequence[torch.Tensor | None] = [None] * len(signature.returns)
+        else:
+            results = self._run(self.program.backward_input, signature.takes, signature.returns, held)
         for value, result in zip(signature.returns, results, strict=True):
             if value.role is Role.STASH and result is not None:
                 held.values[value.name] = result
         held.values = {name: tensor for name, tensor in held.values.items() if name in self._kept_after_input}
-        return self._input_gradients(microbatch, signature, results, tangents)
+        return self._input_gradients(microbatch, signature.returns, results, tangents)
 
     def backward_weight(self, microbatch: int) -> None:
         """W: adds this micro-batch's parameter gradients to `gradients` and releases all it held."""
-        held = self._held.pop(microbatch)
-        signature = self.program.signatures["backward_weight"]
-        self._accumulate(signature, self._run("backward_weight", held, signature), held)
+        self._accumulate("backward_weight", self._held.pop(microbatch))
 
     def backward(self, microbatch: int, tangents: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
         """B: I and W at once."""
         held = self._take_tangents(microbatch, tangents)
         del self._held[microbatch]
-        signature = self.program.signatures["backward"]
-        results = self._run("backward", held, signature)
-        self._accumulate(signature, results, held)
-        return self._input_gradients(microbatch, signature, results, tangents)
+        results = self._accumulate("backward", held)
+        return self._input_gradients(microbatch, self.program.signatures["backward"].rest, results, tangents)
 
     def clear(self) -> None:
         """Let go of everything that was held or summed up."""
@@ -140,24 +140,43 @@ class StageRunner:
         held.missing = frozenset(missing)
         return held
 
-    def _run(self, name: str, held: _Held, signature: Signature) -> Sequence[torch.Tensor | None]:
+    def _run(
+        self,
+        function: Compiled,
+        takes: Sequence[Value],
+        returns: Sequence[Value],
+        held: _Held,
+        buffers: Sequence[torch.Tensor] = (),
+    ) -> Sequence[torch.Tensor | None]:
         """Run one backward callable. A gradient whose tangents all failed to arrive is None, as autograd has it."""
-        if not signature.returns:
-            return ()
-        if held.missing and self._nothing_arrived(held):
-            return [None] * len(signature.returns)
-        args = [_conform(held.values[value.name], value) for value in signature.takes]
-        results = _call(self.program.compiled(name), args, signature)
-        if not held.missing:
-            return results
+        args = [_conform(held.values[value.name], value) for value in takes]
+        results = _call(function, [*args, *buffers], returns)
+        # What I stashes W may still need, for a gradient that does exist.
         return [
-            None
-            if value.role is not Role.STASH  # W may still need it, for a gradient that does exist
-            and (needs := self.program.gradient_needs.get(value.name))
-            and needs <= held.missing
-            else result
-            for value, result in zip(signature.returns, results, strict=True)
+            None if value.role is not Role.STASH and self._is_none(value, held) else result
+            for value, result in zip(returns, results, strict=True)
         ]
+
+    def _accumulate(self, name: str, held: _Held) -> Sequence[torch.Tensor | None]:
+        """Run W or B, adding parameter gradients into `gradients`; what else it returns."""
+        signature = self.program.signatures[name]
+        if not signature.returns or self._nothing_arrived(held):
+            return [None] * len(signature.rest)
+        buffers = [self._buffer(value, held) for value in signature.parameter_gradients]
+        return self._run(self.program.accumulating(name), signature.takes, signature.rest, held, buffers)
+
+    def _buffer(self, gradient: Value, held: _Held) -> torch.Tensor:
+        """Where to add a parameter's gradient: to its sum, or, if autograd would have None for it, where it is forgotten."""
+        if self._is_none(gradient, held):
+            return new_buffer(self.program.buffers[gradient.name])
+        if gradient.key not in self.gradients:
+            self.gradients[gradient.key] = new_buffer(self.program.buffers[gradient.name])
+        return self.gradients[gradient.key]
+
+    def _is_none(self, gradient: Value, held: _Held) -> bool:
+        """Whether autograd would have None for a gradient: it is computed from tangents of which none arrived."""
+        needs = self.program.gradient_needs.get(gradient.name, frozenset())
+        return bool(needs) and needs <= held.missing
 
     def _nothing_arrived(self, held: _Held) -> bool:
         return all(needs and needs <= held.missing for needs in self.program.gradient_needs.values())
@@ -165,12 +184,12 @@ class StageRunner:
     def _input_gradients(
         self,
         microbatch: int,
-        signature: Signature,
+        returns: Sequence[Value],
         results: Sequence[torch.Tensor | None],
         tangents: Mapping[str, torch.Tensor | None],
     ) -> dict[str, torch.Tensor | None]:
         gradients: dict[str, torch.Tensor | None] = dict.fromkeys(self.program.receives)
-        for value, result in zip(signature.returns, results, strict=True):
+        for value, result in zip(returns, results, strict=True):
             if value.role is Role.RECEIVED_GRADIENT:
                 gradients[value.key] = result
             elif value.role is Role.INPUT_GRADIENT and result is not None:
@@ -180,24 +199,6 @@ class StageRunner:
                 gradients[name] = _sum(gradients[name], tangents.get(name))
         return gradients
 
-    def _accumulate(self, signature: Signature, results: Sequence[torch.Tensor | None], held: _Held) -> None:
-        foreign = {storage_key(tensor) for tensor in held.values.values()}
-        foreign |= {  # handed to the stage before, or to the caller
-            storage_key(result)
-            for value, result in zip(signature.returns, results, strict=True)
-            if value.role is not Role.PARAMETER_GRADIENT and result is not None
-        }
-        for value, result in zip(signature.returns, results, strict=True):
-            if value.role is not Role.PARAMETER_GRADIENT or result is None:
-                continue
-            if value.key in self.gradients:
-                self.gradients[value.key].add_(result)
-                continue
-            key = storage_key(result)
-            owned = key not in foreign and result.untyped_storage().nbytes() == result.numel() * result.element_size()
-            self.gradients[value.key] = result if owned else result.clone()
-            foreign.add(key)
-
 
 def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
     if first is None or second is None:
@@ -205,10 +206,10 @@ def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tenso
     return first + second.to(first.device)
 
 
-def _call(function: Compiled, args: Sequence[torch.Tensor], signature: Signature) -> tuple[torch.Tensor, ...]:
+def _call(function: Compiled, args: Sequence[torch.Tensor], returns: Sequence[Value]) -> tuple[torch.Tensor, ...]:
     results = function(args)
-    if len(results) != len(signature.returns):
-        raise RuntimeError(f"the compiled callable returned {len(results)} values where {len(signature.returns)} are expected")
+    if len(results) != len(returns):
+        raise RuntimeError(f"the compiled callable returned {len(results)} values where {len(returns)} are expected")
     return results
 
 
