@@ -30,6 +30,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.capture_scale
 	$(BIN)/python -m benchmarks.overlap
 	$(BIN)/python -m benchmarks.rank_schedules
+	$(BIN)/python -m benchmarks.engine
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

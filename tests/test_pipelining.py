@@ -8,6 +8,7 @@ import copy
 import functools
 import os
 import signal
+import warnings
 from collections import Counter
 
 import pytest
@@ -538,6 +539,27 @@ def evaluates_between_steps(how):
 @pytest.mark.parametrize("how", [SCHEDULES["1f1b"], ZERO_BUBBLE], ids=["1f1b", "zero bubble"])
 def test_evaluation_between_steps(ranks, how):
     assert ranks(2).run(evaluates_between_steps, how) == [False, True]
+
+
+def warnings_of_stages(other):
+    """Of two steps, if the stages were compiled by another backend before, or not."""
+    stages = [linear() for _ in range(2)]
+    for stage in stages:
+        if other is not None:
+            stage.compile(backend=other)
+    runs = engine(ZERO_BUBBLE, stages, 4, mse, "eager")
+    x, target = batch(16)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            runs.step(x, target=target)
+    return [line for each in caught if "for W" in (line := str(each.message).split(":")[0])]
+
+
+def test_a_stage_that_leaves_nothing_for_w_warns_once(ranks):
+    # The first stage, whose input wants no gradient, is never asked for I.
+    assert ranks(2).run(warnings_of_stages, "aot_eager") == [[], ["Stage 1 leaves nothing for W"]]
+    assert ranks(2).run(warnings_of_stages, None) == [[], []]
 
 
 def test_an_unknown_compiler_is_refused():

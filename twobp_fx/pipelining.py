@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -44,6 +45,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
         emitter(compiler)  # which knows whether there is such a one
         super().__init__(submodule, stage_index, num_stages, device, *args, **kwargs)
         inner = submodule.module if isinstance(submodule, DistributedDataParallel) else submodule
+        self._warned = False
         if not _is_compiled(inner):
             _compile_in_place(inner, compiler, f"stage_{stage_index}")
 
@@ -70,11 +72,24 @@ class PipelineStage(torch_pipelining.PipelineStage):
                 bwd_kwargs = {**bwd_kwargs, "output_grads": (None,) * len(bwd_kwargs["stage_output"])}
             with defer_weight_grads() as pending:
                 gradients, _ = super().backward_maybe_with_nosync("full", bwd_kwargs, last_backward=False)
+            if not len(pending):
+                self._warn_if_whole(pending)
             return gradients, [pending]
         if backward_type == "weight":
             self._run_weight_gradients(bwd_kwargs, last_backward)
             return (), None
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
+
+    def _warn_if_whole(self, pending: PendingWeightGradients) -> None:
+        if self._warned or all(parameter.grad is None for parameter in self.submod.parameters()):
+            return
+        self._warned = True
+        warnings.warn(
+            f"Stage {self.stage_index} leaves nothing for W: the schedule gains nothing from the split there. Its parameters' "
+            "gradients are computed in I, since the module was compiled by another backend, is not compiled at all, or for these "
+            f"reasons:\n{pending}",
+            stacklevel=2,
+        )
 
     def _run_weight_gradients(self, bwd_kwargs: dict[str, Any], last_backward: bool) -> None:
         pending: PendingWeightGradients
