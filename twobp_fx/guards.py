@@ -37,34 +37,37 @@ class Identity:
         return id(self.value)
 
 
-def by_value_or_identity(value: object, seen: dict[int, object] | None = None) -> object:
-    """A dictionary key for anything: plain values, containers and plain objects by what they hold, everything else by identity.
+def by_value_or_identity(value: object, seen: dict[int, tuple[object, object]] | None = None) -> object:
+    """A dictionary key for anything: plain values, containers, functions and plain objects by what they hold, all else by identity.
 
-    seen: the keys of objects met already, by id; an object that holds itself is known by identity where it does.
+    seen: objects met already, by id, with their keys; one that holds itself is known by identity where it does.
     """
     if isinstance(value, PLAIN):
         return type(value), value
+    if isinstance(value, Identity):
+        return value
+    function = isinstance(value, types.FunctionType)
+    if not function and (isinstance(value, (torch.Tensor, nn.Module, type)) or callable(value)):
+        return Identity(value)
     seen = {} if seen is None else seen
-    if isinstance(value, types.FunctionType):  # the same code over the same values is the same function
-        cells = [_contents(cell) for cell in value.__closure__ or ()]
-        value = (Identity(value.__code__), *cells, value.__defaults__, value.__kwdefaults__)
-    elif isinstance(value, (torch.Tensor, nn.Module, type, Identity)) or callable(value):
-        return value if isinstance(value, Identity) else Identity(value)
     if id(value) not in seen:
-        seen[id(value)] = Identity(value)
-        if isinstance(value, Mapping):
-            held: list[object] = [*value.keys(), *value.values()]
+        seen[id(value)] = value, Identity(value)
+        if isinstance(value, types.FunctionType):  # the same code over the same values is the same function
+            cells = [_contents(cell) for cell in value.__closure__ or ()]
+            held: list[object] = [Identity(value.__code__), *cells, value.__defaults__, value.__kwdefaults__]
+        elif isinstance(value, Mapping):
+            held = [*value.keys(), *value.values()]
         elif isinstance(value, (list, tuple, collections.deque)):
             held = list(value)
         elif isinstance(value, (set, frozenset)):
-            seen[id(value)] = (type(value), frozenset(by_value_or_identity(item, seen) for item in value))
-            return seen[id(value)]
+            seen[id(value)] = value, (type(value), frozenset(by_value_or_identity(item, seen) for item in value))
+            return seen[id(value)][1]
         else:
             held = [item for pair in getattr(value, "__dict__", {}).items() for item in pair]
             if not held:
-                return seen[id(value)]
-        seen[id(value)] = (type(value), tuple(by_value_or_identity(item, seen) for item in held))
-    return seen[id(value)]
+                return seen[id(value)][1]
+        seen[id(value)] = value, (type(value), tuple(by_value_or_identity(item, seen) for item in held))
+    return seen[id(value)][1]
 
 
 def _contents(cell: types.CellType) -> object:
@@ -80,7 +83,7 @@ def attributes(model: nn.Module) -> dict[tuple[str, str], object]:
     By module FQN and attribute: each module's own identity, mode, hooks, parameters, buffers and plain attributes.
     """
     state: dict[tuple[str, str], object] = {}
-    seen: dict[int, object] = {}
+    seen: dict[int, tuple[object, object]] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
         state[fqn, ""] = Identity(module)
         state[fqn, "training"] = module.training
