@@ -1,11 +1,13 @@
 """The sweep: every operator and module of PyTorch's own test databases as a small stage, split and compared with plain autograd.
 
-    python -m tests.sweep [--samples 3] [--only NAME ...] [--table tests/sweep.csv]
+    python -m tests.sweep [--jobs 2] [--samples 3] [--only NAME ...] [--table tests/sweep.csv]
 
-Each sample becomes a stage with a parameter before, inside (where the operator takes more than one floating-point tensor) and after
-the operator. I then W must equal the unsplit B bit by bit (compiler="eager"), both must equal plain autograd, None must stay None.
-The outcome of an entry is that of its worst sample: right; refused (by an error of ours, with its reason); wrong; or error (of
-anything else). The table is kept: `tests/test_sweep.py` holds that a sample of it comes out the same.
+Each sample becomes a stage with a parameter before, inside (where the operator takes more than one floating-point tensor) and
+after the operator. It runs two micro-batches: both F, both I, then both W, with the random state moved in between. That must
+equal two B bit by bit (compiler="eager"), both must equal plain autograd with the same draws, None must stay None, and nothing
+may be held in the end. The outcome of an entry is that of its worst sample: right; refused (by an error of ours, with its
+reason); wrong; or error (of anything else). Beside it stands what torch.compile(backend="aot_eager") makes of the same samples.
+The table is kept: `tests/test_sweep.py` holds that a part of it comes out the same.
 """
 
 from __future__ import annotations
@@ -13,14 +15,17 @@ from __future__ import annotations
 import argparse
 import copy
 import csv
+import functools
 import itertools
 import random
 import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +33,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from tests.helpers import Lowered, assert_split_is_exact, equal, lower_module, tangents_for
-from tests.helpers import run as run_lowered
+from tests.helpers import Lowered, call, equal, lower_module, tangents_for
 from twobp_fx.errors import TwobpError
+from twobp_fx.runtime.stage import derive_seed
 
 TABLE = Path(__file__).with_suffix(".csv")
 ORDER = ("right", "not applicable", "refused", "error", "wrong")
 """Outcomes, best first."""
+MICROBATCHES = 2
 
 
 @dataclass(frozen=True)
@@ -48,10 +54,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an entry came out, and why if not right."""
+    """How an entry came out, why if not right, and what torch.compile's own "aot_eager" made of it."""
 
     result: str
     reason: str = ""
+    baseline: str = ""
 
 
 class OperatorStage(nn.Module):
@@ -93,12 +100,17 @@ class OperatorStage(nn.Module):
 
 
 def operators() -> Iterator[Entry]:
-    """Every operator of `op_db` that torch can differentiate in float32 on the CPU."""
+    """Every operator that torch can differentiate in float32 on the CPU: its own, custom ones, and those that take functions."""
+    from torch.testing._internal.autograd_function_db import autograd_function_db
     from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.custom_op_db import custom_op_db
+    from torch.testing._internal.hop_db import hop_db
 
-    for op in op_db:
-        if op.supports_autograd and torch.float32 in op.supported_backward_dtypes("cpu"):
-            yield Entry("op_db", f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name, _samples_of(op))
+    databases = {"op_db": op_db, "autograd_function_db": autograd_function_db, "custom_op_db": custom_op_db, "hop_db": hop_db}
+    for source, database in databases.items():
+        for op in database:
+            if op.supports_autograd and torch.float32 in op.supported_backward_dtypes("cpu"):
+                yield Entry(source, f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name, _samples_of(op))
 
 
 def _samples_of(op: Any) -> Callable[[], Iterator[tuple[nn.Module, tuple[Tensor, ...]]]]:
@@ -136,52 +148,126 @@ def _module_samples_of(info: Any) -> Callable[[], Iterator[tuple[nn.Module, tupl
 
 def outcome(entry: Entry, samples: int) -> Outcome:
     """Run an entry's first samples."""
+    random.seed(0)
+    torch.manual_seed(0)
     worst = Outcome("not applicable", "no sample has a floating-point tensor that requires a gradient")
+    baseline = "right"
     for number, (stage, arguments) in enumerate(itertools.islice(entry.samples(), samples)):
-        found = run(stage, arguments)
+        found, compared = run(stage, arguments)
         if number == 0 or ORDER.index(found.result) > ORDER.index(worst.result):
             worst = found
-    return worst
+        if found.result != "not applicable" and ORDER.index(compared) > ORDER.index(baseline):
+            baseline = compared
+    return Outcome(worst.result, worst.reason, baseline if worst.result != "not applicable" else "")
 
 
-def run(stage: nn.Module, arguments: tuple[Tensor, ...]) -> Outcome:
-    """Split one stage and compare."""
-    torch.manual_seed(0)
+def run(stage: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Outcome, str]:
+    """Split one stage and compare; and what comes of it with aot_eager."""
     try:
-        results = stage(*arguments)
-        if not any(result.requires_grad for result in results):
-            return Outcome("not applicable", "nothing that it returns has a gradient")
+        if not any(result.requires_grad for result in call(copy.deepcopy(stage), arguments)):
+            return Outcome("not applicable", "nothing that it returns has a gradient"), ""
         lowered = lower_module(stage, *arguments)
-        if draws(stage, arguments):
-            assert_halves_are_the_whole(lowered)
-        else:
-            assert_split_is_exact(lowered, rtol=1e-4, atol=1e-5)
+        tangents = [tangents_for(lowered, seed) for seed in range(MICROBATCHES)]
+        expected = by_autograd(stage, arguments, [list(given.values()) for given in tangents])
+        halves, whole = (by_us(lowered, tangents, split=split) for split in (True, False))
+        halves.assert_equal(whole)
+        halves.assert_close(expected)
+        found = Outcome("right")
     except TwobpError as error:
-        return Outcome("refused", _first_line(error))
+        found = Outcome("refused", _first_line(error))
     except AssertionError as error:
-        return Outcome("wrong", _first_line(error))
+        found = Outcome("wrong", _first_line(error))
     except Exception as error:
-        return Outcome("error", f"{type(error).__name__}: {_first_line(error)}")
-    return Outcome("right")
+        found = Outcome("error", f"{type(error).__name__}: {_first_line(error)}")
+    return found, with_aot_eager(stage, arguments)
 
 
-def draws(stage: nn.Module, arguments: tuple[Tensor, ...]) -> bool:
-    """Whether the stage draws random numbers: two seeds, two results. Plain autograd cannot be given the same draws."""
-    results = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            results.append(copy.deepcopy(stage)(*arguments))
-    return not all(equal(a, b) for a, b in zip(*results, strict=True))
+def with_aot_eager(stage: nn.Module, arguments: tuple[Tensor, ...]) -> str:
+    """Whether torch.compile(backend="aot_eager") gets the stage right."""
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    results = [result for result in call(copy.deepcopy(stage), arguments) if result.requires_grad]
+    tangents = [[torch.randn(each.shape, generator=generator).to(each.dtype) for each in results] for _ in range(MICROBATCHES)]
+    try:
+        compiled = torch.compile(copy.deepcopy(stage), backend="aot_eager", dynamic=False)
+        by_autograd(compiled, arguments, tangents).assert_close(by_autograd(stage, arguments, tangents))
+    except AssertionError:
+        return "wrong"
+    except Exception:
+        return "error"
+    return "right"
 
 
-def assert_halves_are_the_whole(lowered: Lowered) -> None:
-    """I then W is bitwise B, outputs and gradients, under the same draws."""
-    given = tangents_for(lowered)
-    halves, whole = (run_lowered(lowered, given, split=split, model=copy.deepcopy(lowered.model)) for split in (True, False))
-    assert halves[1].keys() == whole[1].keys()
-    assert all(equal(gradient, whole[1][name]) for name, gradient in halves[1].items()), "I then W differs from B"
-    assert all(equal(a, b) for a, b in zip(halves[0], whole[0], strict=True)), "another draw"
+class Results:
+    """What two micro-batches leave: outputs, gradients by name (`input <position> of <micro-batch>`), and buffers."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Tensor] = []
+        self.gradients: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}
+
+    def assert_equal(self, other: Results) -> None:
+        """Bit by bit."""
+        assert all(equal(a, b) for a, b in zip(self.outputs, other.outputs, strict=True)), "outputs of F differ"
+        for one, two in ((self.gradients, other.gradients), (self.buffers, other.buffers)):
+            assert one.keys() == two.keys()
+            for name, value in one.items():
+                assert equal(value, two[name]), f"{name}: I then W differs from B"
+
+    def assert_close(self, other: Results) -> None:
+        """Up to rounding; the same gradients are missing."""
+        missing = other.gradients.keys() - self.gradients.keys()
+        added = self.gradients.keys() - other.gradients.keys()
+        assert not missing, f"no gradient of {sorted(missing)}"
+        assert not added, f"a gradient that autograd leaves None: {sorted(added)}"
+        torch.testing.assert_close(self.outputs, other.outputs, rtol=1e-4, atol=1e-5, equal_nan=True)
+        for one, two in ((self.gradients, other.gradients), (self.buffers, other.buffers)):
+            for name, value in two.items():
+                torch.testing.assert_close(
+                    one[name], value, rtol=1e-4, atol=1e-5, equal_nan=True, msg=lambda said, name=name: f"{name}: {said}"
+                )
+
+
+def by_us(lowered: Lowered, tangents: Sequence[Mapping[str, Tensor]], *, split: bool) -> Results:
+    """All F, then all I and all W, or all B."""
+    found = Results()
+    model = copy.deepcopy(lowered.model)
+    (runner,) = lowered.runners([lowered.args] * len(tangents), model)
+    with torch.no_grad():
+        for i in range(len(tangents)):
+            values = runner.forward(i, {})
+            found.outputs += [values[name].clone() for name in lowered.output_names]
+            torch.rand(3)
+        for i, given in enumerate(tangents):
+            (runner.backward_input if split else runner.backward)(i, given)
+        for i in range(len(tangents) if split else 0):
+            runner.backward_weight(i)
+    assert runner.held == 0, "something is held after the last backward"
+    found.gradients = dict(runner.gradients)
+    for i, by_input in runner.input_gradients.items():
+        found.gradients |= {f"input {key} of {i}": value for key, value in by_input.items()}
+    found.buffers = dict(model.named_buffers())
+    return found
+
+
+def by_autograd(stage: nn.Module, arguments: Sequence[Tensor], tangents: Sequence[Sequence[Tensor]]) -> Results:
+    """Plain autograd, with the draws that our runner takes; changes neither the stage nor its arguments."""
+    found = Results()
+    own = stage if isinstance(stage, torch._dynamo.OptimizedModule) else copy.deepcopy(stage)
+    for i, given in enumerate(tangents):
+        torch.manual_seed(derive_seed(7, 0, i))
+        taken = [each.detach().clone().requires_grad_(each.requires_grad) for each in arguments]
+        results = call(own, taken)
+        found.outputs += [result.detach().clone() for result in results]
+        torch.autograd.backward([result for result in results if result.requires_grad], list(given))
+        found.gradients |= {f"input {j} of {i}": each.grad for j, each in enumerate(taken) if each.grad is not None}
+    found.gradients |= {_name(name): each.grad for name, each in own.named_parameters() if each.grad is not None}
+    found.buffers = {_name(name): buffer for name, buffer in own.named_buffers()}
+    return found
+
+
+def _name(name: str) -> str:
+    return name.removeprefix("_orig_mod.")
 
 
 def _first_line(error: BaseException) -> str:
@@ -189,42 +275,52 @@ def _first_line(error: BaseException) -> str:
     return re.sub(r"0x[0-9a-f]+", "0x...", re.sub(r"/\S*/", "", line))[:200]
 
 
-def entries() -> list[Entry]:
-    """All rows of the table, in order."""
-    return [*operators(), *modules()]
+@functools.cache
+def entries() -> dict[tuple[str, str], Entry]:
+    """All rows of the table, in order, by source and name."""
+    return {(entry.source, entry.name): entry for entry in (*operators(), *modules())}
+
+
+def outcome_of(key: tuple[str, str], samples: int) -> Outcome:
+    """The outcome of the entry of that source and name."""
+    return outcome(entries()[key], samples)
+
+
+def _start_worker() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
 
 
 def read_table(path: Path = TABLE) -> dict[tuple[str, str], Outcome]:
     """The kept table."""
     with path.open(newline="") as file:
-        return {(row["source"], row["name"]): Outcome(row["outcome"], row["reason"]) for row in csv.DictReader(file)}
+        rows = list(csv.DictReader(file))
+    return {(row["source"], row["name"]): Outcome(row["outcome"], row["reason"], row["aot_eager"]) for row in rows}
 
 
 def main() -> None:
     """Run and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--samples", type=int, default=3, help="of each entry")
     parser.add_argument("--only", nargs="*", help="names of entries")
     parser.add_argument("--every", type=int, default=1, help="each n-th entry alone")
-    parser.add_argument("--table", type=Path)
+    parser.add_argument("--table", type=Path, help="write the outcomes to this file")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    found: dict[Entry, Outcome] = {}
-    for entry in entries()[:: options.every]:
-        if options.only and entry.name not in options.only:
-            continue
-        random.seed(0)
-        torch.manual_seed(0)
-        found[entry] = outcome(entry, options.samples)
-        if found[entry].result != "right":
-            print(entry.source, entry.name, found[entry].result, found[entry].reason, flush=True)
-    print(Counter(each.result for each in found.values()), file=sys.stderr)
+    keys = [key for key in list(entries())[:: options.every] if not options.only or key[1] in options.only]
+    found: dict[tuple[str, str], Outcome] = {}
+    with ProcessPoolExecutor(options.jobs, get_context("spawn"), _start_worker) as pool:
+        for key, each in zip(keys, pool.map(functools.partial(outcome_of, samples=options.samples), keys), strict=True):
+            found[key] = each
+            if each.result != "right":
+                print(*key, each.result, each.reason, f"(aot_eager: {each.baseline})", flush=True)
+    counts = Counter(each.result for each in found.values())
+    print(", ".join(f"{count} {result}" for result, count in counts.items()), file=sys.stderr)
     if options.table:
         with options.table.open("w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(("source", "name", "outcome", "reason"))
-            writer.writerows((e.source, e.name, o.result, o.reason) for e, o in found.items())
+            writer.writerow(("source", "name", "outcome", "aot_eager", "reason"))
+            writer.writerows((*key, each.result, each.baseline, each.reason) for key, each in found.items())
 
 
 if __name__ == "__main__":

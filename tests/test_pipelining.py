@@ -152,7 +152,11 @@ STAGES = {
     "frozen parameters": lambda: (Chain(frozen(linear()), nn.Tanh(), linear()), frozen(linear())),
     "an unused parameter": lambda: (Part(lambda x, used, unused: used(x), linear(), linear()), linear()),
     "a tied parameter": lambda: (Tied(), Tied()),
-    "batch norm": lambda: (Chain(linear(), nn.BatchNorm1d(WIDTH)), nn.BatchNorm1d(WIDTH, momentum=None)),
+    # One without momentum breaks the graph. Alone, or in a loop as in a Chain, it would leave the stage uncompiled.
+    "batch norm": lambda: (
+        Chain(linear(), nn.BatchNorm1d(WIDTH)),
+        Part(lambda x, norm, layer: layer(norm(x)), nn.BatchNorm1d(WIDTH, momentum=None), linear()),
+    ),
     "a buffer assigned anew": lambda: (Counts(), linear()),
     "a gradient of other strides": lambda: (Part(lambda x, layer: layer(x.t().reshape(-1, WIDTH)), linear()), linear()),
     "a graph break": lambda: (Breaks(), Breaks()),
