@@ -3,8 +3,8 @@
     python -m benchmarks.split_cost [--quick] [--repeats 15] [--only llama ...] [--json FILE]
 
 One process, one thread. A stage is two blocks; what is compared runs in turns on the same inputs, and the ratios are medians of the
-rounds' ratios. Every backward ends with its gradients added into `.grad`, which exists already. Rows: torch's eager stage (whole, and in
-the halves of torch.distributed.pipelining), torch.compile with Inductor, and ours behind `torch.compile(backend="twobp")`.
+rounds' ratios. Every backward ends with its gradients added into `.grad`, which exists already. Rows: torch's eager stage (whole,
+and in the halves of torch.distributed.pipelining), torch.compile with Inductor, and ours behind `torch.compile(backend="twobp")`.
 """
 
 from __future__ import annotations
@@ -110,6 +110,10 @@ class Ours(Eager):
         self.pending.run()
 
 
+def _loss(out: Tensor, target: Tensor) -> Tensor:
+    return (out * target).sum()
+
+
 KINDS: dict[str, type[Eager]] = {"eager": Eager, "compiled": Compiled, "ours": Ours}
 
 
@@ -120,7 +124,7 @@ def measure(name: str, repeats: int, warmup: int = 3) -> dict[str, Any]:
     x, gradient = torch.randn(shape), torch.randn(shape)
     runs = {kind: make(copy.deepcopy(module), x, gradient) for kind, make in KINDS.items()}
     rounds = [one_round(runs) for _ in range(repeats + warmup)][warmup:]
-    pipe = twobp_fx.compile(copy.deepcopy(module), 1, loss_fn=lambda out, target: (out * target).sum(), example_args=(x,))
+    pipe = twobp_fx.compile(copy.deepcopy(module), 1, loss_fn=_loss, example_args=(x,), example_kwargs={"target": gradient})
     found: dict[str, Any] = {"stage": name}
     for part in rounds[0]:
         found[part] = statistics.median(each[part] for each in rounds)
