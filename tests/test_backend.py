@@ -1,5 +1,6 @@
 """`torch.compile(module, backend="twobp")`: each step against the same step run eagerly, with W at once and with W put off."""
 
+import contextlib
 import copy
 
 import pytest
@@ -583,6 +584,25 @@ class TestDynamicSizes:
 
         model = Lambda(lambda m, x: m.b(m.a(x).relu()))
         assert_as_eager(model, *(leaf(n, 4) for n in (3, 5, 2)), step=step, compiler=compiler, tolerance=1e-4)
+
+    @pytest.mark.parametrize("defers", [False, True])
+    @pytest.mark.parametrize("compiler", ["eager", "inductor"])
+    def test_two_sizes_whose_product_is_one(self, compiler, defers):
+        """W takes sizes that only their product's view relates, and returns nothing."""
+
+        def step(call, *args):
+            for x in args:
+                with twobp_fx.defer_weight_grads() if defers else contextlib.nullcontext() as pending:
+                    backward_of_sum(call, x)
+                if pending is not None:
+                    pending.run()
+
+        def attend(m, x):
+            q, k = m.a(x).chunk(2, dim=-1)
+            return x + (q @ k.transpose(1, 2)).softmax(-1) @ m.b(x)
+
+        args = (leaf(2, 16, 4), leaf(1, 8, 4), leaf(3, 12, 4))
+        assert_as_eager(Lambda(attend), *args, step=step, compiler=compiler, tolerance=1e-4)
 
     def test_a_size_among_the_arguments(self):
         def step(call, *args):

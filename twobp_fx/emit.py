@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses import FakeTensor
 
 from .errors import CompileError, InputError
 from .passes.graph import build_graph, is_symbolic, operations, outputs, placeholders
@@ -110,13 +111,18 @@ def _inductor(module: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[
     No autograd and no tracing context of a joint graph: so Inductor knows of no buffer it may overwrite ("donated buffers"), and
     I cannot write into what W still reads.
     """
-    if any(map(is_symbolic, examples)):
-        for node in outputs(module.graph):  # where Inductor looks for what gives symbolic sizes their meaning
-            node.meta.setdefault("example_value", node.meta["val"])
-    with torch.no_grad(), _importing_inductor():
+    with torch.no_grad(), _importing_inductor(), contextlib.ExitStack() as stack:
         from torch._inductor import standalone_compile
 
-        function: Callable[..., Any] = standalone_compile(module, list(examples), dynamic_shapes="from_graph")
+        symbolic = any(map(is_symbolic, examples))
+        if (
+            symbolic
+        ):  # what the symbols mean is known where they come from; from a graph Inductor takes its outputs', and W has none
+            mode = next(each.fake_mode for each in examples if isinstance(each, FakeTensor))
+            stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(mode)))
+        function: Callable[..., Any] = standalone_compile(
+            module, list(examples), dynamic_shapes="from_tracing_context" if symbolic else "from_graph"
+        )
     return function
 
 
