@@ -183,10 +183,10 @@ def run(stage: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Outcome, str]:
 def with_aot_eager(stage: nn.Module, arguments: tuple[Tensor, ...]) -> str:
     """Whether torch.compile(backend="aot_eager") gets the stage right."""
     torch._dynamo.reset()
-    generator = torch.Generator().manual_seed(0)
-    results = [result for result in call(copy.deepcopy(stage), arguments) if result.requires_grad]
-    tangents = [[torch.randn(each.shape, generator=generator).to(each.dtype) for each in results] for _ in range(MICROBATCHES)]
     try:
+        generator = torch.Generator().manual_seed(0)
+        results = [result for result in call(copy.deepcopy(stage), arguments) if result.requires_grad]
+        tangents = [[torch.randn(each.shape, generator=generator).to(each.dtype) for each in results] for _ in range(MICROBATCHES)]
         compiled = torch.compile(copy.deepcopy(stage), backend="aot_eager", dynamic=False)
         by_autograd(compiled, arguments, tangents).assert_close(by_autograd(stage, arguments, tangents))
     except AssertionError:
