@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # One thread a process: the tests themselves run on two workers.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: demo test lint types unit matrix bench format clean
+.PHONY: demo test lint types unit matrix sweep bench format clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.train_gpt
@@ -26,11 +26,16 @@ unit: $(READY)
 matrix: $(READY)
 	$(TEST_ENV) $(BIN)/pytest -n 2 --dist worksteal -q -m matrix
 
+# Every operator and module of PyTorch's own test databases, split and compared with plain autograd.
+sweep: $(READY)
+	$(TEST_ENV) $(BIN)/python -m tests.sweep --table tests/sweep.csv
+
 bench: $(READY)
 	$(BIN)/python -m benchmarks.capture_scale
 	$(BIN)/python -m benchmarks.overlap
 	$(BIN)/python -m benchmarks.rank_schedules
 	$(BIN)/python -m benchmarks.engine
+	$(BIN)/python -m benchmarks.split_cost
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
