@@ -880,6 +880,12 @@ class _Straight(torch.autograd.Function):
         return gradient
 
 
+class _OfTorch(_Straight):
+    """As torch.distributed's collectives: torch's own, and no derivative of its forward."""
+
+
+_OfTorch.__module__ = "torch.distributed.nn.functional"
+
 _straight = _Straight.apply  # the usual idiom: bound before anything is compiled
 
 
@@ -996,6 +1002,7 @@ EXACT_OR_REFUSED: Mapping[str, Callable[[], nn.Module]] = {
     "boolean index": lambda: Between(lambda self, h: h * h[h > 0].mean()),
     "item": lambda: Between(lambda self, h: h * h.detach().abs().max().item()),
     "autograd.Function": lambda: Between(lambda self, h: _Straight.apply(h)),
+    "autograd.Function of torch's own": lambda: Between(lambda self, h: _OfTorch.apply(h)),
     "autograd.Function, bound": lambda: Between(lambda self, h: _straight(h)),
     "buffer assigned": lambda: Between(_average_assigned, buffer=torch.zeros(WIDTH)),
     "buffer written through a view": lambda: Between(_average_in_a_view, buffer=torch.zeros(WIDTH)),

@@ -150,7 +150,8 @@ def refuse_autograd_functions() -> Iterator[None]:
     """Refuse a forward that applies a `torch.autograd.Function`, whose backward torch.export would drop.
 
     It keeps a forward's operators alone, so that the Function would be differentiated as its forward is written.
-    torch's own Functions (checkpointing) have the derivative of their forward and may pass.
+    Those may pass that torch wraps around operators whose backward is kept (its private packages), and checkpointing, whose
+    derivative is that of its forward. Others of torch's own may not: an all-reduce is no identity backward.
     """
     capturing = threading.get_ident()
 
@@ -158,7 +159,7 @@ def refuse_autograd_functions() -> Iterator[None]:
         if cls is CheckpointFunction and threading.get_ident() == capturing:
             function, _preserve_rng_state, *given = args
             return function(*given)  # what is saved and recomputed is decided by the partition, not here
-        if threading.get_ident() == capturing and not cls.__module__.startswith("torch."):
+        if threading.get_ident() == capturing and not cls.__module__.startswith(("torch._", CheckpointFunction.__module__)):
             raise CaptureError(
                 f"The model applies {cls.__module__}.{cls.__qualname__}, a torch.autograd.Function, {_caller()}. torch.export "
                 "keeps its forward and drops its backward, so its gradient would be wrong. Make it a custom operator instead "
