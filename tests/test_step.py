@@ -20,6 +20,7 @@ from tests.helpers import equal
 from tests.pipe_helpers import WIDTH, Between, assert_same_state, batch, linear, make_pipe, mlp, mse, plain_step
 from twobp_fx import api
 from twobp_fx.errors import StageError, TwobpError
+from twobp_fx.runtime import gradients, stage
 
 torch.set_num_threads(1)
 
@@ -388,6 +389,27 @@ class TestGradients:
             calls.clear()
         assert_same_state(model, expected)
 
+    def test_what_the_stages_summed_becomes_the_gradient_without_a_copy(self, monkeypatch):
+        """A weight that two stages share among them: it gets one of the two buffers, with the other added."""
+        made = []
+
+        def new_buffer(like):
+            buffer = gradients.new_buffer(like)
+            made.append(buffer.data_ptr())  # and no reference, for which autograd would copy it
+            return buffer
+
+        monkeypatch.setattr(stage, "new_buffer", new_buffer)
+        x, y = batch()
+        model = mlp()
+        model[4].weight = model[0].weight
+        expected = copy.deepcopy(model)
+        pipe = make_pipe(model, loss_fn=mse)
+        pipe.step(x, target=y)
+        plain_step(expected, x, target=y, loss_fn=mse)
+        assert_same_state(model, expected)
+        assert len(made) == len(list(model.parameters())) + 1
+        assert {p.grad.data_ptr() for p in model.parameters()} <= set(made)
+
     def test_hooks_on_tied_parameters_fire_once(self):
         model = nn.Sequential(linear(), nn.Tanh(), linear())
         model[2].weight = model[0].weight
@@ -591,6 +613,30 @@ class TestStateOfTheModel:
         x, y = batch()
         tolerance = {"rtol": 5e-2, "atol": 5e-2} if dtype == torch.bfloat16 else {"rtol": 1e-6, "atol": 1e-9}
         assert_step_is_plain(mlp().to(dtype), x.to(dtype), target=y.to(dtype), tolerance=tolerance)
+
+    @pytest.mark.parametrize("stages", [1, 2])
+    def test_gradients_in_another_dtype_than_the_parameters(self, stages):
+        """Where a parameter's grad_dtype says so; and as soon as it says so."""
+        x, y = (each.bfloat16() for each in batch(8))
+        model = mlp().bfloat16()
+        pipe = make_pipe(model, stages, loss_fn=mse, microbatches=4, schedule="gpipe")
+        for dtype in (torch.bfloat16, torch.float32, torch.float64):
+            for p in model.parameters():
+                p.grad_dtype = dtype
+            expected = mlp().bfloat16()  # a deep copy of a parameter forgets its grad_dtype
+            expected.load_state_dict(model.state_dict())
+            for p in expected.parameters():
+                p.grad_dtype = dtype
+            for _ in range(2):
+                pipe.step(x, target=y)
+                plain_step(expected, x, target=y, count=4, loss_fn=mse)
+            for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
+                assert p.grad.dtype == q.grad.dtype == dtype, name
+                if dtype == torch.bfloat16:
+                    torch.testing.assert_close(p.grad, q.grad, rtol=2e-2, atol=2e-3)
+                else:  # the sums are not rounded to bfloat16 on the way, so what is left is how matrix products are rounded
+                    torch.testing.assert_close(p.grad, q.grad, rtol=1e-2, atol=1e-4)
+            model.zero_grad()
 
     def test_complex(self):
         class Complex(nn.Module):
